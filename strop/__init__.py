@@ -1,0 +1,3 @@
+"""strop post-trains transformer language models."""
+
+__version__ = "0.1.0"

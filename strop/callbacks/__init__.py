@@ -1,0 +1,1 @@
+"""What watches a run: progress, alarms, averaged weights, a record on disk."""

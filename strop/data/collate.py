@@ -1,0 +1,111 @@
+"""Rows of tokens to the tensors of one forward pass, in one of two layouts.
+
+*packed*: one stream without padding, cut into segments; a row that continues another one names it as its parent and the
+shared part is computed once. *padded*: right-padded rows with a mask, shared parts repeated, for models whose attention
+strop cannot replace.
+
+Both give the same batch: what the model reads, and three row tensors that no layout changes the meaning of. For B rows
+with a loss and up to T own tokens each (what a row shares with others is not its own):
+
+    targets          (B, T) int64  the token to be predicted
+    predictors       (B, T) int64  which hidden state predicts it: an index into the model's hidden states, flattened
+    completion_mask  (B, T) int64  1 exactly where the loss counts
+
+Everything a token has stands at the token's own index of its row; nobody shifts anything.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from strop.models.segments import Segments
+
+IGNORE = -100
+"""The label of a token without a loss, as in transformers."""
+
+Layout = Literal["packed", "padded"]
+Batch = dict[str, Any]
+
+
+@dataclass(slots=True)
+class TokenRow:
+    """One example, or the part of one that others share.
+
+    Example: prompt P P shared by answers A B and C
+
+        TokenRow([P, P], None)
+        TokenRow([A, B], [A, B], parent=0)
+        TokenRow([C], [C], parent=0)
+    """
+
+    input_ids: Sequence[int]
+    labels: Sequence[int] | None
+    """What each token is scored against: usually itself, -100 for no loss. None: the row is context for others."""
+    parent: int = -1
+    """Position, in the list of rows, of the row that this one continues; -1 for none."""
+    streams: dict[str, Sequence[float]] = field(default_factory=dict)
+    """Anything else that each token has, e.g. {"old_logps": [...]}."""
+
+
+def collate(rows: Sequence[TokenRow], layout: Layout, pad_token_id: int, multiple_of: int = 1) -> Batch:
+    """The batch of `rows`. `multiple_of` rounds the model's time axis up with padding that nothing attends to."""
+    segments = Segments(tuple(len(row.input_ids) for row in rows), tuple(row.parent for row in rows))
+    scored = [i for i, row in enumerate(rows) if row.labels is not None]
+    if layout == "packed":
+        batch, first_token, first_predictor = _packed(rows, segments, scored, pad_token_id, multiple_of)
+    else:
+        batch, first_token, first_predictor = _padded(rows, segments, scored, pad_token_id, multiple_of)
+    return batch | _row_tensors([rows[i] for i in scored], first_token, first_predictor)
+
+
+def _packed(rows, segments: Segments, scored, pad_token_id: int, multiple_of: int):
+    stream = torch.cat([torch.as_tensor(row.input_ids, dtype=torch.int64) for row in rows])
+    before = segments.predecessors()
+    first_token = [segments.starts[i] for i in scored]
+    first_predictor = [int(before[start]) for start in first_token]
+    missing = -segments.num_tokens % multiple_of
+    if missing:
+        stream = torch.cat([stream, torch.full((missing,), pad_token_id)])
+        segments = Segments((*segments.lengths, missing), (*segments.parents, -1))
+    batch = {"input_ids": stream[None], "position_ids": segments.position_ids(), "segments": segments}
+    return batch, first_token, first_predictor
+
+
+def _padded(rows, segments: Segments, scored, pad_token_id: int, multiple_of: int):
+    whole = [[t for j in (*segments.ancestors(i), i) for t in rows[j].input_ids] for i in scored]
+    width = -(-max(map(len, whole)) // multiple_of) * multiple_of
+    batch = {
+        "input_ids": pad([torch.as_tensor(ids, dtype=torch.int64) for ids in whole], pad_token_id, width),
+        "attention_mask": pad([torch.ones(len(ids), dtype=torch.int64) for ids in whole], 0, width),
+    }
+    first_token = [b * width + segments.depths[i] for b, i in enumerate(scored)]
+    first_predictor = [start - 1 if segments.depths[i] else -1 for start, i in zip(first_token, scored, strict=True)]
+    return batch, first_token, first_predictor
+
+
+def _row_tensors(rows: list[TokenRow], first_token: list[int], first_predictor: list[int]) -> dict[str, Tensor]:
+    """The layout-independent tensors; `first_token` and `first_predictor` say where each row begins."""
+    width = max((len(row.input_ids) for row in rows), default=0)
+    labels = pad([torch.as_tensor(row.labels, dtype=torch.int64) for row in rows], IGNORE, width)
+    predictors = torch.tensor(first_token)[:, None] + torch.arange(-1, width - 1)
+    predictors[:, 0] = torch.tensor(first_predictor)
+    mask = (labels != IGNORE) & (predictors >= 0)  # nothing predicts the first token of a root
+    tensors = {
+        "targets": labels.masked_fill(~mask, 0),
+        "predictors": predictors.masked_fill(~mask, 0),
+        "completion_mask": mask.long(),
+    }
+    for name in rows[0].streams if rows else ():
+        tensors[name] = pad([torch.as_tensor(row.streams[name]) for row in rows], 0, width)
+    return tensors
+
+
+def pad(rows: Sequence[Tensor], value: float, width: int) -> Tensor:
+    """Right-pad 1-dimensional tensors to (len(rows), width)."""
+    out = torch.full((len(rows), width), value, dtype=rows[0].dtype)
+    for line, row in zip(out, rows, strict=True):
+        line[: len(row)] = row
+    return out

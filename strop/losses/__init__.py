@@ -1,0 +1,1 @@
+"""Pure functions of tensors: every loss and reduction. Imports torch only."""

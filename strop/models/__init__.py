@@ -1,0 +1,1 @@
+"""What is done to a model: loading, adapters, attention over packed streams, log-probabilities."""
