@@ -11,7 +11,9 @@ with a loss and up to T own tokens each (what a row shares with others is not it
     predictors       (B, T) int64  which hidden state predicts it: an index into the model's hidden states, flattened
     completion_mask  (B, T) int64  1 exactly where the loss counts
 
-Everything a token has stands at the token's own index of its row; nobody shifts anything.
+Everything a token has stands at the token's own index of its row; nobody shifts anything. Two host-side numbers complete a
+batch: `num_tokens`, what the model reads without padding, and `rows_per_example`, how many of the B rows each example of the
+data set gave.
 """
 
 from collections.abc import Sequence
@@ -71,6 +73,7 @@ def _packed(rows, segments: Segments, scored, pad_token_id: int, multiple_of: in
         stream = torch.cat([stream, torch.full((missing,), pad_token_id)])
         segments = Segments((*segments.lengths, missing), (*segments.parents, -1))
     batch = {"input_ids": stream[None], "position_ids": segments.position_ids(), "segments": segments}
+    batch["num_tokens"] = segments.num_tokens - missing
     return batch, first_token, first_predictor
 
 
@@ -80,6 +83,7 @@ def _padded(rows, segments: Segments, scored, pad_token_id: int, multiple_of: in
     batch = {
         "input_ids": pad([torch.as_tensor(ids, dtype=torch.int64) for ids in whole], pad_token_id, width),
         "attention_mask": pad([torch.ones(len(ids), dtype=torch.int64) for ids in whole], 0, width),
+        "num_tokens": sum(map(len, whole)),
     }
     first_token = [b * width + segments.depths[i] for b, i in enumerate(scored)]
     first_predictor = [start - 1 if segments.depths[i] else -1 for start, i in zip(first_token, scored, strict=True)]
@@ -109,3 +113,83 @@ def pad(rows: Sequence[Tensor], value: float, width: int) -> Tensor:
     for line, row in zip(out, rows, strict=True):
         line[: len(row)] = row
     return out
+
+
+def as_batch(inputs: Batch) -> Batch:
+    """`inputs` of any collator that gives `input_ids` and `labels` of one shape, right-padded or with restarting
+    `position_ids`, as a batch. What else it holds goes to the model as it is."""
+    if "targets" in inputs:
+        return inputs
+    if "labels" not in inputs or "input_ids" not in inputs:
+        raise ValueError(f"the data collator gave {sorted(inputs)}, but a loss needs `input_ids` and `labels` (-100: no loss)")
+    known = ("input_ids", "labels", "attention_mask", "position_ids")
+    extra = {name: value for name, value in inputs.items() if name not in known}
+    if inputs.get("attention_mask") is None and inputs.get("position_ids") is not None:
+        return _split_stream(inputs) | {"model_kwargs": extra}
+    ids, labels = inputs["input_ids"], inputs["labels"]
+    mask = inputs.get("attention_mask")
+    mask = torch.ones_like(ids) if mask is None else mask
+    predictors = torch.arange(-1, ids.numel() - 1, device=ids.device).view_as(ids)
+    trained = labels != IGNORE
+    trained[:, 0] = False
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "model_kwargs": extra,
+        "num_tokens": int(mask.sum()),
+        "targets": labels.masked_fill(~trained, 0),
+        "predictors": predictors.masked_fill(~trained, 0),
+        "completion_mask": trained.long(),
+    }
+
+
+def _split_stream(inputs: Batch) -> Batch:
+    """A (1, N) stream whose `position_ids` restart at each row, as a packed batch."""
+    ids, labels, positions = (inputs[name][0].tolist() for name in ("input_ids", "labels", "position_ids"))
+    starts = [i for i, position in enumerate(positions) if position == 0]
+    spans = [slice(start, end) for start, end in zip(starts, [*starts[1:], len(ids)], strict=True)]
+    batch = collate([TokenRow(ids[span], labels[span]) for span in spans], "packed", pad_token_id=0)
+    device = inputs["input_ids"].device
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def keep_examples(batch: Batch, count: int) -> Batch:
+    """`batch` with a loss on its first `count` examples only."""
+    rows = sum(batch["rows_per_example"][:count]) if "rows_per_example" in batch else count
+    mask = batch["completion_mask"].clone()
+    mask[rows:] = 0
+    return batch | {"completion_mask": mask}
+
+
+@dataclass
+class SupervisedCollator:
+    """Examples {"input_ids"[, "labels" | "completion_mask" and/or "assistant_masks"][, "seq_lengths"]} to a batch.
+
+    An example with `seq_lengths` holds several rows that do not see each other. Without labels, all tokens that no mask
+    excludes are trained.
+    """
+
+    pad_token_id: int
+    layout: Layout = "packed"
+    multiple_of: int = 1
+
+    def __call__(self, examples: list[dict[str, Any]]) -> Batch:
+        rows = [list(_rows_of(example)) for example in examples]
+        batch = collate([row for several in rows for row in several], self.layout, self.pad_token_id, self.multiple_of)
+        return batch | {"rows_per_example": tuple(map(len, rows))}
+
+
+def _rows_of(example: dict[str, Any]):
+    ids, labels, start = example["input_ids"], _labels_of(example), 0
+    for length in example.get("seq_lengths") or [len(ids)]:
+        yield TokenRow(ids[start : start + length], labels[start : start + length])
+        start += length
+
+
+def _labels_of(example: dict[str, Any]) -> Sequence[int]:
+    if example.get("labels") is not None:
+        return example["labels"]
+    masks = [example[name] for name in ("completion_mask", "assistant_masks") if example.get(name) is not None]
+    if not masks:
+        return example["input_ids"]
+    return [token if all(kept) else IGNORE for token, *kept in zip(example["input_ids"], *masks, strict=True)]

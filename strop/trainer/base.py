@@ -1,0 +1,221 @@
+"""What every trainer shares: a step counted as a whole, weighted metrics, exact resume, evaluation that agrees with training."""
+
+import functools
+import inspect
+import logging
+import math
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from strop.data.collate import Batch, as_batch, keep_examples
+from strop.losses.reduce import StepCounts
+from strop.runs import checkpoint
+
+from .layout import LayoutGuard
+from .meter import Metrics, RunMeter, WeightedSums, means
+
+logger = logging.getLogger(__name__)
+
+
+class BaseTrainer(transformers.Trainer):
+    """A `transformers.Trainer` whose subclasses write one method, `loss`.
+
+    `loss` gets a micro-batch and the counts of the optimizer step it belongs to, and returns its share of the step's loss:
+    the shares of all micro-batches on all ranks add up to the loss, however the step is cut.
+
+    A subclass may override `compute_loss` instead, with transformers' signature or just `(self, model, inputs)`; it then
+    returns the mean over its micro-batch.
+    """
+
+    loss_is_scaled_for_ga = True  # transformers must not divide by gradient_accumulation_steps
+    eval_weight = "tokens"
+    """What an evaluation batch weighs in `eval_loss`: a field of StepCounts."""
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "compute_loss" in cls.__dict__:
+            cls.compute_loss = _accept_all_arguments(cls.compute_loss)
+            cls.loss_is_scaled_for_ga = cls.__dict__.get("loss_is_scaled_for_ga", False)
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"this process sees {self.args.n_gpu} GPUs and would split batches between them in threads (DataParallel), "
+                "where a step can't be counted as a whole. Start one process a GPU (torchrun, accelerate launch), or show "
+                "the process one GPU with CUDA_VISIBLE_DEVICES."
+            )
+        self.add_callback(RunMeter())
+        self.eval_sums = WeightedSums()
+        self.layout_guard = LayoutGuard()
+        self._is_staging = False
+
+    @property
+    def meter(self) -> RunMeter:
+        return next(callback for callback in self.callback_handler.callbacks if isinstance(callback, RunMeter))
+
+    @property
+    def _uses_loss(self) -> bool:
+        return type(self).compute_loss is BaseTrainer.compute_loss
+
+    # One optimizer step
+
+    def loss(self, model: torch.nn.Module, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:
+        """This micro-batch's share of the step's loss, (), and metrics as (sum, weight)."""
+        raise TypeError(f"{type(self).__name__} must define `loss`, or override `compute_loss`")
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The micro-batches of one optimizer step, and its counts. transformers calls this once a step."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not self._uses_loss or not batches:
+            return batches, num_items
+        batches = [self.read(batch) for batch in batches]
+        batches[-1] = self._without_repeats(batches[-1], self.args.per_device_train_batch_size)
+        counts, num_tokens = self._count_over_ranks(batches)
+        self.meter.num_tokens += num_tokens
+        self.meter.window.add({"loss": (0.0, float(self.is_world_process_zero()))})
+        return batches, counts
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        counts = num_items_in_batch
+        if not isinstance(counts, StepCounts):
+            inputs = self.read(inputs)
+            counts, _ = self._count_over_ranks([inputs])
+        share, metrics = self.loss(model, inputs, counts)
+        if share.device.type == "cpu":  # elsewhere reading the loss would wait for the device; `log` looks at it
+            self._refuse_non_finite(share.item())
+        self.meter.window.add({"loss": (share, 0.0), **metrics})
+        share = share * self.accelerator.num_processes  # data parallelism averages gradients; shares want a sum
+        return (share, {}) if return_outputs else share
+
+    def read(self, inputs: Batch) -> Batch:
+        """`inputs` of any collator as a batch, in a layout that the model was seen to compute rightly."""
+        return self.layout_guard(self.model, as_batch(inputs))
+
+    def _count_over_ranks(self, batches: list[Batch]) -> tuple[StepCounts, int]:
+        """What `batches` of all ranks train on, and how many tokens the model reads."""
+        local = [
+            *sum((count(batch) for batch in batches), StepCounts(0, 0)),
+            sum(batch["num_tokens"] for batch in batches),
+        ]
+        total = self.accelerator.reduce(torch.tensor(local, device=self.args.device), "sum").tolist()
+        return StepCounts(*total[:2]), total[2]
+
+    def _without_repeats(self, batch: Batch, batch_size: int) -> Batch:
+        """`batch` without a loss on the examples that only fill up the last round of batches over several ranks."""
+        state = self.accelerator.gradient_state
+        if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder < 1:
+            return batch
+        return keep_examples(batch, max(0, state.remainder - self.args.process_index * batch_size))
+
+    def _refuse_non_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss at step {self.state.global_step + 1} is {loss}, so another update would only spoil the weights. Lower "
+                f"learning_rate ({self.args.learning_rate}) or max_grad_norm ({self.args.max_grad_norm}), check the weights the "
+                "run started from, or look at its rows with `strop inspect`; the last checkpoint is intact."
+            )
+
+    # Logs
+
+    def log(self, logs, start_time=None):
+        if "loss" in logs and self._uses_loss:
+            logs.update(self.meter.drain(self.accelerator.num_processes), num_tokens=self.meter.num_tokens)
+            self._refuse_non_finite(logs["loss"])
+        if "train_loss" in logs and self._uses_loss:
+            self.meter.drain(self.accelerator.num_processes)
+            logs["train_loss"] = self.meter.loss_sum / max(self.state.global_step, 1)
+        super().log(logs, start_time)
+
+    # Training and its checkpoints
+
+    def train(self, resume_from_checkpoint=None, **kwargs):
+        output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        if resume_from_checkpoint and self.state.global_step == self._initial_global_step:
+            logger.warning(
+                "already at step %d of %d: nothing was trained. Raise max_steps or num_train_epochs, or start without "
+                "resume_from_checkpoint.",
+                self.state.global_step,
+                self.state.max_steps,
+            )
+        return output._replace(training_loss=output.metrics["train_loss"])
+
+    def _save_checkpoint(self, model, trial):
+        """Write the checkpoint where no one looks for it, then give it its name."""
+        self.meter.collect(self.accelerator.num_processes, self.is_world_process_zero())
+        run_dir = self._get_output_dir(trial)
+        if self.args.should_save:
+            checkpoint.clear_staging(run_dir)
+        self.accelerator.wait_for_everyone()
+        self._is_staging = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._is_staging = False
+        self.accelerator.wait_for_everyone()
+        self._publish_checkpoint(Path(run_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        self.accelerator.wait_for_everyone()
+
+    def _get_output_dir(self, trial):
+        run_dir = super()._get_output_dir(trial)
+        return str(checkpoint.staging_folder(run_dir)) if self._is_staging else run_dir
+
+    def _publish_checkpoint(self, run_dir: Path, name: str) -> None:
+        staged = checkpoint.staging_folder(run_dir) / name
+        if self.state.best_model_checkpoint == str(staged):
+            self.state.best_model_checkpoint = str(run_dir / name)
+            if self.args.should_save:
+                self.state.save_to_json(str(staged / "trainer_state.json"))
+        if self.args.should_save:
+            checkpoint.publish(run_dir, name)
+            checkpoint.rotate(run_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    # Evaluation
+
+    def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
+        self.eval_sums = WeightedSums()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self._uses_loss:
+            measured = means(self.eval_sums.totals(self.accelerator.num_processes))
+            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in measured.items()})
+        return output
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        if not self._uses_loss:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        batch = self._without_repeats(self.read(self._prepare_inputs(inputs)), self.args.per_device_eval_batch_size)
+        counts = count(batch)
+        weight = float(getattr(counts, self.eval_weight))
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, metrics = self.loss(model, batch, counts)
+            predictions = (None, None) if prediction_loss_only else self.predictions(model, batch)
+        self.eval_sums.add({"loss": (loss * weight, weight), **metrics})
+        return None, *predictions
+
+    def predictions(self, model: torch.nn.Module, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        """What `predict` returns and `compute_metrics` reads for a batch: predictions and labels, one line a row."""
+        return None, None
+
+
+def count(batch: Batch) -> StepCounts:
+    """What one micro-batch trains on."""
+    mask = batch["completion_mask"]
+    return StepCounts(int(mask.sum()), int(mask.any(-1).sum()))
+
+
+def _accept_all_arguments(compute_loss):
+    """`compute_loss` callable with every argument that transformers passes, whichever of them it declares."""
+    parameters = inspect.signature(compute_loss).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return compute_loss
+
+    @functools.wraps(compute_loss)
+    def wrapped(self, model, inputs, **kwargs):
+        loss = compute_loss(self, model, inputs, **{name: v for name, v in kwargs.items() if name in parameters})
+        return (loss, {}) if kwargs.get("return_outputs") and "return_outputs" not in parameters else loss
+
+    return wrapped

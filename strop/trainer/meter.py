@@ -1,0 +1,80 @@
+"""What a run measures: metrics as weighted sums, and the counters that outlive a restart.
+
+A metric is a pair (sum, weight). Pairs of micro-batches and ranks add up, and are divided once, when they are logged; so a
+logged value does not depend on how a step was cut. A metric nothing was added to is absent, never NaN.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+Metrics = Mapping[str, tuple[Tensor | float, Tensor | float]]
+"""Name -> (sum over what was measured, how much was measured)."""
+
+
+class WeightedSums:
+    """Metrics added up since they were last read."""
+
+    def __init__(self, sums: Mapping[str, list[float]] | None = None):
+        self.sums: dict[str, Tensor] = {
+            name: torch.tensor(pair, dtype=torch.float64) for name, pair in (sums or {}).items()
+        }
+
+    def add(self, metrics: Metrics) -> None:
+        """Tensors stay on their device, in float64, until they are read."""
+        for name, pair in metrics.items():
+            new = torch.stack([torch.as_tensor(x).detach().double() for x in pair])
+            old = self.sums.get(name)
+            self.sums[name] = new if old is None else old.to(new.device) + new
+
+    def totals(self, num_processes: int) -> dict[str, list[float]]:
+        """[sum, weight] of each metric over all ranks. Every rank must call it, and gets the same."""
+        mine = {name: pair.tolist() for name, pair in self.sums.items()}
+        if num_processes == 1:
+            return mine
+        ranks = gather_object([mine])
+        names = dict.fromkeys(name for rank in ranks for name in rank)
+        return {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
+
+
+def means(sums: Mapping[str, list[float]]) -> dict[str, float]:
+    """The weighted mean of each metric that has any weight."""
+    return {name: total / weight for name, (total, weight) in sums.items() if weight}
+
+
+class RunMeter(TrainerCallback, ExportableState):
+    """The training metrics of a run, part of its checkpoints: a resumed run logs what the uninterrupted one would have."""
+
+    def __init__(self):
+        self.window = WeightedSums()
+        """Since the last log. "loss" has one unit of weight an optimizer step."""
+        self.num_tokens = 0
+        """Tokens the model has read in training, all ranks together."""
+        self.loss_sum = 0.0
+        """Sum of the losses of all steps already logged."""
+
+    def state(self) -> dict[str, Any]:
+        attributes = {"sums": self.window.totals(1), "num_tokens": self.num_tokens, "loss_sum": self.loss_sum}
+        return {"args": {}, "attributes": attributes}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())["attributes"]
+        self.window = WeightedSums(saved["sums"] if state.is_world_process_zero else {})
+        self.num_tokens, self.loss_sum = saved["num_tokens"], saved["loss_sum"]
+
+    def collect(self, num_processes: int, is_main: bool) -> None:
+        """Before a checkpoint: the main rank, which writes it, takes over what the others have. Every rank must call it."""
+        totals = self.window.totals(num_processes)
+        self.window = WeightedSums(totals if is_main else {})
+
+    def drain(self, num_processes: int) -> dict[str, float]:
+        """Means over the window, which starts anew. Every rank must call it, and gets the same."""
+        totals = self.window.totals(num_processes)
+        self.loss_sum += totals.get("loss", [0.0, 0.0])[0]
+        self.window = WeightedSums()
+        return means(totals)
