@@ -1,0 +1,1 @@
+"""The paths put together on `transformers.Trainer`."""
