@@ -1,0 +1,45 @@
+"""Weighted means, and their survival of a restart."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from strop.trainer.meter import RunMeter, WeightedSums, means
+
+
+def test_a_mean_weighs_by_what_was_measured():
+    sums = WeightedSums()
+    sums.add({"entropy": (torch.tensor(6.0), torch.tensor(2))})
+    sums.add({"entropy": (1.0, 8.0), "kl": (3.0, 1.0)})
+    assert means(sums.totals(num_processes=1)) == {"entropy": pytest.approx(7 / 10), "kl": 3.0}
+
+
+def test_what_was_not_measured_is_absent():
+    sums = WeightedSums()
+    sums.add({"aux_loss": (torch.tensor(0.0), torch.tensor(0))})
+    assert means(sums.totals(1)) == {}
+
+
+def test_small_additions_to_a_large_sum_are_kept():
+    sums = WeightedSums()
+    sums.add({"n": (torch.tensor(2.0**24), 1.0)})
+    for _ in range(8):
+        sums.add({"n": (torch.tensor(1.0), 0.0)})  # in float32 each of them would vanish
+    assert means(sums.totals(1))["n"] == 2**24 + 8
+
+
+def test_a_restart_in_the_middle_of_a_window_changes_nothing():
+    def measure(meter, steps):
+        for step in steps:
+            meter.num_tokens += 10
+            meter.window.add({"loss": (torch.tensor(0.1 * step), 1.0)})
+
+    whole, before, after = RunMeter(), RunMeter(), RunMeter()
+    measure(whole, range(1, 6))
+    measure(before, range(1, 4))
+    state = SimpleNamespace(stateful_callbacks={"RunMeter": before.state()}, is_world_process_zero=True)
+    after.on_train_begin(None, state, None)
+    measure(after, range(4, 6))
+    assert after.drain(1) == whole.drain(1)
+    assert (after.num_tokens, after.loss_sum) == (whole.num_tokens, whole.loss_sum)
