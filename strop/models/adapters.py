@@ -1,0 +1,186 @@
+"""Adapters: put one on a model, take up one that is there, and say what is trained. The only module that imports peft."""
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers.utils import find_adapter_config_file
+
+from strop.models.quantize import (
+    is_quantized,
+    keep_cpu_layers_differentiable,
+    prepare_quantized,
+    quantization_name,
+)
+
+TASKS = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+
+
+def apply_peft(model: nn.Module, peft_config: Any, new_token_ids: Sequence[int] = ()) -> nn.Module:
+    """The model to train: with the adapter that `peft_config` describes, or as it came if that is None.
+
+    A ready `PeftModel` keeps exactly its trainable parameters. `new_token_ids` were added to the vocabulary: their embedding
+    rows become trainable with the adapter. The weights of an adapter are float32 over a base of any precision: in bfloat16
+    the usual updates are lost, those of DoRA's magnitudes wholly. `model` is changed in place, `peft_config` is not.
+    Refused: a second adapter, a model with nothing to train, a quantised model without an adapter, new tokens that the
+    adapter can't learn.
+    """
+    if peft_config is None:
+        refuse_untrainable(model, new_token_ids)
+        keep_cpu_layers_differentiable(model)
+        return model
+    check_peft_config(model, peft_config)
+    peft_config = with_new_tokens(model, with_task(model, copy.deepcopy(peft_config)), new_token_ids)
+    if is_quantized(model):
+        prepare_quantized(model)
+    return wrap(model, peft_config)
+
+
+def is_adapter(path: str, options: dict[str, Any]) -> bool:
+    """Whether `path`, a folder or a hub id, holds an adapter and no whole model. `options` are those of a download."""
+    if Path(path, "config.json").is_file():
+        return False
+    return find_adapter_config_file(path, **{k: v for k, v in options.items() if k != "force_download"}) is not None
+
+
+def load_adapter(path: str, load_base: Callable[[str], nn.Module]) -> nn.Module:
+    """The adapter at `path` on the model it was made for, ready to go on training. `load_base` loads a model by name."""
+    from peft import PeftConfig, PeftModel
+
+    base = PeftConfig.from_pretrained(path).base_model_name_or_path
+    if not base:
+        raise ValueError(f"the adapter {path} doesn't say which model it belongs to; load both and pass the PeftModel.")
+    model = load_base(base)
+    rows = saved_rows(path, token_layers(model)[0])
+    if rows > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    return PeftModel.from_pretrained(model, path, is_trainable=True)
+
+
+def saved_rows(path: str, embedding: str) -> int:
+    """Rows of the embedding saved with an adapter, because its vocabulary had grown; 0 if none was."""
+    from safetensors import safe_open
+
+    file = Path(path, "adapter_model.safetensors")
+    if not file.is_file():
+        return 0
+    with safe_open(file, "pt") as weights:
+        shapes = [weights.get_slice(name).get_shape() for name in weights.keys() if f".{embedding}." in name]  # noqa: SIM118
+    return max((shape[0] for shape in shapes if len(shape) == 2), default=0)
+
+
+def trainable_summary(model: nn.Module) -> str:
+    """E.g. "trains 884,736 of 135,399,744 parameters (0.65 %)"."""
+    sizes = [(stored_elements(parameter), parameter.requires_grad) for parameter in model.parameters()]
+    total, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    return f"trains {trained:,} of {total:,} parameters ({100 * trained / total:.3g} %)"
+
+
+def stored_elements(parameter: nn.Parameter) -> int:
+    """Numbers that `parameter` stands for; a 4-bit one packs several into an element."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()
+
+
+def wrap(model: nn.Module, peft_config: Any) -> nn.Module:
+    """`model` under a new adapter. Parameters that ZeRO-3 has sharded keep their dtype: it can't mix two."""
+    from peft import get_peft_model
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    mixed = is_quantized(model) or not is_deepspeed_zero3_enabled()
+    return get_peft_model(model, peft_config, autocast_adapter_dtype=mixed)
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Whether `model` is a `PeftModel`."""
+    return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside adapters, or `model` itself. Its layers still contain the adapters' weights."""
+    return model.get_base_model() if is_peft(model) else model
+
+
+def check_peft_config(model: nn.Module, peft_config: Any) -> None:
+    """Refuses what is no `PeftConfig`, and a model that has an adapter already."""
+    from peft import PeftConfig
+
+    if not isinstance(peft_config, PeftConfig):
+        raise ValueError(
+            f"peft_config is a {type(peft_config).__name__}, not a PeftConfig. Pass e.g. peft.LoraConfig(r=16), or None for full "
+            f"fine-tuning."
+        )
+    if is_peft(model):
+        raise ValueError(
+            f"the model already has the adapter {model.active_adapter!r}, and peft_config asks for another on top. To go on "
+            f"training the adapter, pass peft_config=None. To start a new one on its result, pass model.merge_and_unload()."
+        )
+
+
+def with_task(model: nn.Module, peft_config: Any) -> Any:
+    """`peft_config` with the task of `model`'s class, which decides about heads that are trained beside the adapter."""
+    name = type(model).__name__
+    task = next((task for ending, task in TASKS.items() if name.endswith(ending)), "CAUSAL_LM")
+    if model.config.is_encoder_decoder and task == "CAUSAL_LM":
+        task = "SEQ_2_SEQ_LM"
+    given = peft_config.task_type
+    if given is not None and getattr(given, "value", given) != task:
+        raise ValueError(
+            f"peft_config.task_type is {getattr(given, 'value', given)!r}, but the model is a {name}, so peft would save and train "
+            f"the wrong head. Set task_type={task!r}, or leave it out."
+        )
+    peft_config.task_type = task
+    return peft_config
+
+
+def with_new_tokens(model: nn.Module, peft_config: Any, new_token_ids: Sequence[int]) -> Any:
+    """`peft_config` under which the rows of `new_token_ids` are trained too, in the embedding and in an untied head."""
+    layers = token_layers(model)
+    if not new_token_ids or trains_fully(peft_config, layers[0]):
+        return peft_config
+    if not hasattr(peft_config, "trainable_token_indices"):
+        raise ValueError(
+            f"{len(new_token_ids)} tokens are new to the model, and {type(peft_config).__name__} can't train their embeddings: they "
+            f"would stay random. Use LoraConfig, add {layers} to modules_to_save, or don't add tokens."
+        )
+    wanted = peft_config.trainable_token_indices
+    wanted = wanted if isinstance(wanted, dict) else {layers[0]: wanted or []}
+    rows = {layer: sorted({*wanted.get(layer, []), *new_token_ids}) for layer in layers if not trains_fully(peft_config, layer)}
+    peft_config.trainable_token_indices = wanted | rows
+    return peft_config
+
+
+def token_layers(model: nn.Module) -> list[str]:
+    """Names of the layers with one row a token: the embedding, and the head unless the two are tied."""
+    layers = [model.get_input_embeddings()]
+    if not model.config.get_text_config().tie_word_embeddings and model.get_output_embeddings() is not None:
+        layers.append(model.get_output_embeddings())
+    return [next(name.split(".")[-1] for name, module in model.named_modules() if module is layer) for layer in layers]
+
+
+def trains_fully(peft_config: Any, layer: str) -> bool:
+    """Whether `peft_config` already has all rows of `layer` trained."""
+    return layer in (getattr(peft_config, "modules_to_save", None) or ())
+
+
+def refuse_untrainable(model: nn.Module, new_token_ids: Sequence[int]) -> None:
+    """Refuses a model of which training would change nothing, or not what it must."""
+    if is_peft(model) and new_token_ids:
+        raise ValueError(
+            f"{len(new_token_ids)} tokens are new to the vocabulary, but the model already has an adapter, whose shape is settled. "
+            f"Add the tokens to the base model first, then pass it with peft_config=LoraConfig(...)."
+        )
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return
+    if is_peft(model):
+        raise ValueError(
+            "none of the adapter's weights is trainable, so training would change nothing. Load it with "
+            "PeftModel.from_pretrained(base, path, is_trainable=True)."
+        )
+    raise ValueError(
+        f"none of the model's weights is trainable ({quantization_name(model) or 'all are frozen'}), so training would change "
+        f"nothing. Pass a peft_config such as LoraConfig(r=16), or unfreeze the weights with requires_grad_(True)."
+    )
