@@ -18,17 +18,16 @@ data set gave.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from strop.models.segments import Segments
+from strop.models.segments import Layout, Segments
 
 IGNORE = -100
 """The label of a token without a loss, as in transformers."""
 
-Layout = Literal["packed", "padded"]
 Batch = dict[str, Any]
 
 
@@ -72,7 +71,7 @@ def _packed(rows, segments: Segments, scored, pad_token_id: int, multiple_of: in
     if missing:
         stream = torch.cat([stream, torch.full((missing,), pad_token_id)])
         segments = Segments((*segments.lengths, missing), (*segments.parents, -1))
-    batch = {"input_ids": stream[None], "position_ids": segments.position_ids(), "segments": segments}
+    batch = {"input_ids": stream[None], "position_ids": segments.position_ids(), "segments": segments, "rows": tuple(scored)}
     batch["num_tokens"] = segments.num_tokens - missing
     return batch, first_token, first_predictor
 
@@ -151,6 +150,14 @@ def _split_stream(inputs: Batch) -> Batch:
     batch = collate([TokenRow(ids[span], labels[span]) for span in spans], "packed", pad_token_id=0)
     device = inputs["input_ids"].device
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def flat_labels(batch: Batch) -> Tensor:
+    """Labels at their own index of `input_ids`, same shape, -100 where there is no loss: what functions of full logits expect."""
+    labels = torch.full_like(batch["input_ids"], IGNORE)
+    mask = batch["completion_mask"].bool()
+    labels.view(-1)[batch["predictors"][mask] + 1] = batch["targets"][mask]
+    return labels
 
 
 def keep_examples(batch: Batch, count: int) -> Batch:

@@ -6,9 +6,13 @@ itself and to its ancestors, so a prompt shared by several completions stands in
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Layout = Literal["packed", "padded"]
+"""How rows become one forward pass: one stream cut into segments, or right-padded rows with a mask."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,18 @@ class Segments:
 
     def __post_init__(self):
         if len(self.lengths) != len(self.parents):
-            raise ValueError(f"{len(self.lengths)} segment lengths but {len(self.parents)} parents: one parent each, or -1")
+            raise ValueError(
+                f"{len(self.lengths)} segment lengths but {len(self.parents)} parents: one parent each, or -1"
+            )
         for i, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True)):
             if length < 1:
-                raise ValueError(f"segment {i} has {length} tokens; empty segments have no place in a stream, drop them")
+                raise ValueError(
+                    f"segment {i} has {length} tokens; empty segments have no place in a stream, drop them"
+                )
             if not -1 <= parent < i:
-                raise ValueError(f"segment {i} names segment {parent} as its parent; a parent must stand before its children")
+                raise ValueError(
+                    f"segment {i} names segment {parent} as its parent; a parent must stand before its children"
+                )
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

@@ -1,0 +1,141 @@
+"""The one call of a model in training, and the choice of layout it is called with.
+
+`choose_layout` says which layout a model can take, `use_packed_attention` prepares it for the packed one, `forward` calls
+it with whatever a batch of that layout holds.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from strop.models.attention import NAME, packed_masks
+from strop.models.segments import Layout
+
+MODEL_INPUTS = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "segments",
+    "token_type_ids",
+    "decoder_input_ids",
+    "decoder_attention_mask",
+)
+"""Keys of a batch that a model reads, besides what `model_kwargs` holds."""
+
+PACKABLE_LAYERS = {"full_attention", "sliding_attention", "dense", "sparse", "moe"}
+"""Layer types of transformers' configs whose tokens meet in `AttentionInterface` or not at all."""
+
+
+def forward(model: nn.Module, batch: Mapping[str, Any], **options) -> ModelOutput:
+    """The model's output on `batch`, whichever layout it has. `options` go to the model as they are.
+
+    `model` may be wrapped: by PEFT, DistributedDataParallel, torch.compile.
+    """
+    inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch} | dict(batch.get("model_kwargs", {}))
+    with packed_masks() if "segments" in batch else nullcontext():
+        return model(**inputs, use_cache=False, **options)
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The model of transformers within its wrappers."""
+    while True:
+        if hasattr(model, "_orig_mod"):  # torch.compile
+            model = model._orig_mod  # type: ignore[assignment]
+        elif not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):  # PEFT
+            model = model.get_base_model()  # type: ignore[operator]
+        elif not isinstance(model, PreTrainedModel) and isinstance(getattr(model, "module", None), nn.Module):
+            model = model.module  # type: ignore[assignment]  # data parallel wrappers
+        else:
+            return model
+
+
+def choose_layout(model: nn.Module) -> tuple[Layout, str]:
+    """The layout `model` can be trained in, and why, in words for one line of log."""
+    obstacle = packing_obstacle(model)
+    if obstacle is None:
+        return "packed", f"{type(base_model(model)).__name__} attends through transformers' AttentionInterface"
+    return "padded", obstacle
+
+
+def use_packed_attention(model: nn.Module) -> None:
+    """Set `model` to strop's attention, which packed batches need; a second call changes nothing.
+
+    Raises ValueError if the model can only take padded batches.
+    """
+    obstacle = packing_obstacle(model)
+    if obstacle is not None:
+        raise ValueError(f"{obstacle}: a packed batch would mix its rows. Use the padded layout for this model")
+    base_model(model).set_attn_implementation(NAME)  # type: ignore[operator]
+
+
+def packing_obstacle(model: nn.Module) -> str | None:
+    """Why `model` can't take packed batches, None if it can."""
+    base = base_model(model)
+    if not isinstance(base, PreTrainedModel):
+        return f"{type(base).__name__} is no transformers model"
+    return _adapter_obstacle(model) or _class_obstacle(base) or _config_obstacle(base)
+
+
+def _class_obstacle(base: PreTrainedModel) -> str | None:
+    name = type(base).__name__
+    if base.config.is_encoder_decoder:
+        return f"{name} has an encoder and a decoder"
+    if getattr(base, "_is_stateful", False):
+        return f"{name} carries a state from token to token, which can't be cut between rows"
+    if not all(m._supports_attention_backend for m in base.modules() if isinstance(m, PreTrainedModel)):
+        return f"{name} doesn't attend through transformers' AttentionInterface"
+    parameters = inspect.signature(base.forward).parameters
+    if "position_ids" not in parameters:
+        return f"{name} takes no position_ids, so its positions can't restart with every row"
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return f"{name} takes no further keywords, so its attention can't be told where rows begin"
+    return None
+
+
+def _config_obstacle(base: PreTrainedModel) -> str | None:
+    name, config = type(base).__name__, base.config
+    if config.sub_configs:
+        return f"{name} reads more than text"
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
+        return f"{name} attends to later tokens"
+    if getattr(config, "alibi", False):
+        return f"{name} biases its scores by distance in the stream (ALiBi)"
+    others = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS
+    if others:
+        return f"{name} has layers of type {', '.join(sorted(others))}"
+    if _has_window(config) and not _hands_window_to_attention(base):
+        return f"{name} keeps its sliding window in its mask, where strop's attention can't see it"
+    return None
+
+
+def _has_window(config) -> bool:
+    if getattr(config, "layer_types", None):
+        return "sliding_attention" in config.layer_types
+    return getattr(config, "sliding_window", None) is not None
+
+
+def _hands_window_to_attention(base: PreTrainedModel) -> bool:
+    return (
+        re.search(r"\bsliding_window=(self\.|getattr\(self)", inspect.getsource(inspect.getmodule(type(base))))
+        is not None
+    )  # type: ignore
+
+
+def _adapter_obstacle(model: nn.Module) -> str | None:
+    """PEFT adapters that act on rows rather than tokens."""
+    for adapter in getattr(model, "peft_config", {}).values():
+        kind = getattr(adapter.peft_type, "value", adapter.peft_type)
+        if adapter.is_prompt_learning or adapter.is_adaption_prompt:
+            return f"the {kind} adapter puts virtual tokens before every row"
+        if getattr(adapter, "alora_invocation_tokens", None):
+            return "the activated LoRA adapter starts at a token it searches for in every row"
+        if kind == "XLORA":
+            return "the X-LoRA adapter mixes its experts by whole rows"
+    return None
