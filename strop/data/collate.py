@@ -11,7 +11,8 @@ with a loss and up to T own tokens each (what a row shares with others is not it
     predictors       (B, T) int64  which hidden state predicts it: an index into the model's hidden states, flattened
     completion_mask  (B, T) int64  1 exactly where the loss counts
 
-Everything a token has stands at the token's own index of its row; nobody shifts anything. Two host-side numbers complete a
+Everything a token has stands at the token's own index of its row; nobody shifts anything. A packed batch also holds
+`rows`, the index in `segments` of each of the B rows. Two host-side numbers complete a
 batch: `num_tokens`, what the model reads without padding, and `rows_per_example`, how many of the B rows each example of the
 data set gave.
 """
@@ -71,8 +72,13 @@ def _packed(rows, segments: Segments, scored, pad_token_id: int, multiple_of: in
     if missing:
         stream = torch.cat([stream, torch.full((missing,), pad_token_id)])
         segments = Segments((*segments.lengths, missing), (*segments.parents, -1))
-    batch = {"input_ids": stream[None], "position_ids": segments.position_ids(), "segments": segments, "rows": tuple(scored)}
-    batch["num_tokens"] = segments.num_tokens - missing
+    batch = {
+        "input_ids": stream[None],
+        "position_ids": segments.position_ids(),
+        "segments": segments,
+        "rows": tuple(scored),
+        "num_tokens": segments.num_tokens - missing,
+    }
     return batch, first_token, first_predictor
 
 
