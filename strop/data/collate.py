@@ -174,6 +174,23 @@ def keep_examples(batch: Batch, count: int) -> Batch:
     return batch | {"completion_mask": mask}
 
 
+def leading_rows(packed: Batch, num_tokens: int) -> Batch:
+    """The first rows of a packed batch, at least `num_tokens` of them if there are so many, with all they continue."""
+    segments = packed["segments"]
+    count, total = 0, 0
+    while count < len(segments.lengths) and (total < num_tokens or segments.parents[count] >= 0):
+        total += segments.lengths[count]
+        count += 1
+    rows = tuple(segment for segment in packed["rows"] if segment < count)
+    return {
+        "input_ids": packed["input_ids"][:, :total],
+        "position_ids": packed["position_ids"][:, :total],
+        "segments": Segments(segments.lengths[:count], segments.parents[:count]),
+        "rows": rows,
+        **{name: packed[name][: len(rows)] for name in ("targets", "predictors", "completion_mask")},
+    }
+
+
 @dataclass
 class SupervisedCollator:
     """Examples {"input_ids"[, "labels" | "completion_mask" and/or "assistant_masks"][, "seq_lengths"]} to a batch.

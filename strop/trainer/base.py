@@ -94,7 +94,8 @@ class BaseTrainer(transformers.Trainer):
 
     def read(self, inputs: Batch) -> Batch:
         """`inputs` of any collator as a batch, in a layout that the model was seen to compute rightly."""
-        return self.layout_guard(self.model, as_batch(inputs))
+        with self.accelerator.autocast():  # as the training step will run
+            return self.layout_guard(self.model, as_batch(inputs))
 
     def _count_over_ranks(self, batches: list[Batch]) -> tuple[StepCounts, int]:
         """What `batches` of all ranks train on, and how many tokens the model reads."""

@@ -4,7 +4,7 @@ import logging
 
 from torch.nn import Module
 
-from strop.data.collate import Batch, Layout
+from strop.data.collate import Batch, Layout, leading_rows
 from strop.models.forward import choose_layout, use_packed_attention
 from strop.models.verify import layouts_agree, padded_from_packed
 
@@ -29,6 +29,9 @@ def settle_layout(model: Module, wanted: str = "auto", padding_free: bool = Fals
 class LayoutGuard:
     """Compares the packed layout with the padded one on the first packed batch; on a mismatch all batches are padded."""
 
+    SAMPLE = 256
+    """Tokens to compare; whole rows, so usually some more."""
+
     def __init__(self):
         self.is_trusted: bool | None = None
         """None until a batch was compared."""
@@ -37,18 +40,18 @@ class LayoutGuard:
         if "segments" not in batch:
             return batch
         if self.is_trusted is None:
-            self.is_trusted = self._compare(model, batch)
-        return batch if self.is_trusted else padded_from_packed(batch)
+            self.is_trusted = self._compare(model, leading_rows(batch, self.SAMPLE))
+        return batch if self.is_trusted else padded_from_packed(batch, pad_token_id=0)
 
     def _compare(self, model: Module, batch: Batch) -> bool:
-        difference, agree = layouts_agree(model, batch)
-        if agree:
-            logger.info("layout: packed equals padded on the first batch (largest difference %.1e)", difference)
+        agreement = layouts_agree(model, batch, padded_from_packed(batch, pad_token_id=0))
+        if agreement.agrees:
+            logger.info("layout: packed equals padded on the first batch (largest difference %.1e)", agreement.largest)
         else:
             logger.warning(
-                "layout: the packed layout gives %s other log-probabilities than padded rows (largest difference %.1e), so this run "
-                "pads its rows. The model's attention doesn't go through transformers' AttentionInterface as expected.",
+                "layout: packed rows get other log-probabilities than padded ones from %s (largest difference %.1e), so this run "
+                "pads its rows",
                 type(model).__name__,
-                difference,
+                agreement.largest,
             )
-        return agree
+        return agreement.agrees

@@ -1,0 +1,78 @@
+"""What every trainer's constructor does before `transformers.Trainer` sees a model: checks, tokenizer, model, adapter."""
+
+import logging
+from typing import Any
+
+import datasets
+import torch
+from torch.nn import Module
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from strop.models.adapters import apply_peft, base_model, trainable_summary
+from strop.models.load import describe_precision, load_model, load_tokenizer
+from strop.models.tokenizers import fit_model, prepare_tokenizer
+
+logger = logging.getLogger(__name__)
+
+ITERABLE = (datasets.IterableDataset, torch.utils.data.IterableDataset)
+
+
+def check_datasets(train_dataset: Any, eval_dataset: Any, args: Any) -> None:
+    """Refuse, before anything is loaded, data that a run could not use."""
+    if train_dataset is None and eval_dataset is None:
+        raise ValueError("there is neither a train_dataset nor an eval_dataset: pass at least one, e.g. train_dataset=rows")
+    if isinstance(train_dataset, dict):
+        raise ValueError(
+            f"train_dataset is a dictionary of {sorted(train_dataset)}; pass one of them, e.g. train_dataset=data['train']"
+        )
+    if isinstance(train_dataset, ITERABLE) and args.max_steps <= 0:
+        raise ValueError(
+            "the train_dataset is a stream whose length isn't known, so the run needs an end: set max_steps (one epoch of n rows "
+            f"is n / {args.per_device_train_batch_size * args.gradient_accumulation_steps} steps on one device)"
+        )
+
+
+def ready_tokenizer(
+    tokenizer: PreTrainedTokenizerBase | None, model: str | PreTrainedModel, args: Any
+) -> PreTrainedTokenizerBase:
+    """The tokenizer given, or the model's own, with the template and special tokens that `args` ask for."""
+    if tokenizer is None:
+        name = model if isinstance(model, str) else base_model(model).config._name_or_path
+        if not name:
+            raise ValueError("the model has no name to find its tokenizer by; pass processing_class=tokenizer")
+        tokenizer = load_tokenizer(name, args)
+    prepare_tokenizer(tokenizer, args)
+    return tokenizer
+
+
+def ready_model(
+    model: str | PreTrainedModel,
+    args: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    quantization_config: Any = None,
+    peft_config: Any = None,
+) -> Module:
+    """The model to train: loaded if it is a name, in line with the tokenizer, with its adapter."""
+    set_seed(args.seed)
+    model = load_model(model, args, quantization_config)
+    new_token_ids = fit_model(model, tokenizer)
+    model = apply_peft(model, peft_config, new_token_ids)
+    logger.info("%s; %s", describe_precision(model, args), trainable_summary(model))
+    return model
+
+
+def router_aux_loss_coef(model: Module, args: Any) -> float:
+    """Weight of the load-balancing loss: as asked for, else the model's own; 0 for a model without experts."""
+    config = base_model(model).config.get_text_config()
+    has_experts = hasattr(config, "output_router_logits")
+    if args.router_aux_loss_coef and not has_experts:
+        raise ValueError(
+            f"router_aux_loss_coef={args.router_aux_loss_coef}, but {type(base_model(model)).__name__} has no experts to balance; "
+            "leave it unset"
+        )
+    if not has_experts:
+        return 0.0
+    asked = args.router_aux_loss_coef
+    coef = asked if asked is not None else getattr(config, "router_aux_loss_coef", 0.0) * config.output_router_logits
+    config.output_router_logits = coef > 0
+    return coef
