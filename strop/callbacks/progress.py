@@ -170,7 +170,11 @@ class PanelView:
     """A panel with a bar of training, one of evaluation while it runs, and a table of the latest value of each metric."""
 
     def __init__(self, console: Console | None = None):
-        columns = (TextColumn("{task.description:<5}"), BarColumn(None), TextColumn("{task.completed:.0f}/{task.total:.0f}"))
+        columns = (
+            TextColumn("{task.description:<5}"),
+            BarColumn(None),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        )
         self.progress = Progress(*columns, TextColumn("{task.fields[note]}"), expand=True)
         self.train: TaskID | None = None
         self.evaluation: TaskID | None = None

@@ -148,7 +148,11 @@ def with_new_tokens(model: nn.Module, peft_config: Any, new_token_ids: Sequence[
         )
     wanted = peft_config.trainable_token_indices
     wanted = wanted if isinstance(wanted, dict) else {layers[0]: wanted or []}
-    rows = {layer: sorted({*wanted.get(layer, []), *new_token_ids}) for layer in layers if not trains_fully(peft_config, layer)}
+    rows = {
+        layer: sorted({*wanted.get(layer, []), *new_token_ids})
+        for layer in layers
+        if not trains_fully(peft_config, layer)
+    }
     peft_config.trainable_token_indices = wanted | rows
     return peft_config
 

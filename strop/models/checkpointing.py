@@ -12,7 +12,15 @@ from transformers import PreTrainedModel
 
 from strop.models.adapters import base_model
 
-OPTIONS = ("selective", "use_reentrant", "every_n_layers", "offload", "preserve_rng_state", "determinism_check", "debug")
+OPTIONS = (
+    "selective",
+    "use_reentrant",
+    "every_n_layers",
+    "offload",
+    "preserve_rng_state",
+    "determinism_check",
+    "debug",
+)
 ATTENTION_KERNELS = ("scaled_dot_product", "flash_attn", "varlen_attn", "flex_attention", "attention_forward")
 
 
@@ -74,4 +82,8 @@ def keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Ch
 
 def operator_name(operator: Any) -> str:
     """E.g. "aten::_scaled_dot_product_flash_attention"; higher-order operators have plain names."""
-    return operator.name() if isinstance(operator, torch._ops.OpOverload | torch._ops.HigherOrderOperator) else str(operator)
+    return (
+        operator.name()
+        if isinstance(operator, torch._ops.OpOverload | torch._ops.HigherOrderOperator)
+        else str(operator)
+    )

@@ -79,7 +79,9 @@ def load_tokenizer(path: str | Path, args: ModelInitArguments) -> PreTrainedToke
             f'AutoTokenizer.from_pretrained("the original model").'
         ) from error
     if "gguf_file" in kwargs:
-        repair_gguf_tokenizer(tokenizer, Path(cached_file(path, kwargs["gguf_file"], **picked(kwargs, DOWNLOAD_OPTIONS))))
+        repair_gguf_tokenizer(
+            tokenizer, Path(cached_file(path, kwargs["gguf_file"], **picked(kwargs, DOWNLOAD_OPTIONS)))
+        )
     return tokenizer
 
 
@@ -137,7 +139,9 @@ def resolve_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
         return dtype
     name = str(dtype).removeprefix("torch.").lower()
     if name not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}{did_you_mean(name, ['auto', *DTYPES])} Known: auto, {', '.join(DTYPES)}.")
+        raise ValueError(
+            f"unknown dtype {dtype!r}{did_you_mean(name, ['auto', *DTYPES])} Known: auto, {', '.join(DTYPES)}."
+        )
     return DTYPES[name]
 
 
@@ -160,9 +164,14 @@ def check_reachable(path: str, kwargs: dict[str, Any]) -> None:
     elif here.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1 or "gguf_file" in kwargs:
         close = get_close_matches(here.name, [p.name for p in here.parent.glob("*") if p.is_dir()], n=1)
         hint = f" Did you mean {here.parent / close[0]}?" if close else ""
-        raise ValueError(f"there is no folder {path}.{hint} Give a folder with a config.json, a .gguf file or a hub id.")
+        raise ValueError(
+            f"there is no folder {path}.{hint} Give a folder with a config.json, a .gguf file or a hub id."
+        )
     elif is_offline_mode() or kwargs.get("local_files_only"):
-        options = picked(kwargs, DOWNLOAD_OPTIONS) | {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+        options = picked(kwargs, DOWNLOAD_OPTIONS) | {
+            "local_files_only": True,
+            "_raise_exceptions_for_missing_entries": False,
+        }
         names = [file.name for file in files]
         if not any(cached_file(path, name, _raise_exceptions_for_connection_errors=False, **options) for name in names):
             raise ValueError(
@@ -211,7 +220,9 @@ def explained(error: TypeError, kwargs: dict[str, Any]) -> Exception:
     if "unexpected keyword argument" not in str(error) or not unknown:
         return error
     hint = did_you_mean(unknown[0], LOADING_OPTIONS)
-    return ValueError(f"model_init_kwargs has an option that neither from_pretrained nor the model knows: {unknown[0]!r}{hint}")
+    return ValueError(
+        f"model_init_kwargs has an option that neither from_pretrained nor the model knows: {unknown[0]!r}{hint}"
+    )
 
 
 def describe_precision(model: nn.Module, args: Any) -> str:

@@ -45,7 +45,10 @@ def apply_chat_template_path(processing_class: Any, model: nn.Module, path: str 
 
 
 def clone_chat_template(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, source_tokenizer_path: str, resize_to_multiple_of: int | None = 64
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    source_tokenizer_path: str,
+    resize_to_multiple_of: int | None = 64,
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, list[int]]:
     """(model, tokenizer, ids of the tokens added), both changed in place to speak the chat template of another tokenizer.
 
@@ -55,7 +58,9 @@ def clone_chat_template(
     """
     source = AutoTokenizer.from_pretrained(source_tokenizer_path)
     if source.chat_template is None:
-        raise ValueError(f"the tokenizer at {source_tokenizer_path!r} has no chat template to clone; name one that chats.")
+        raise ValueError(
+            f"the tokenizer at {source_tokenizer_path!r} has no chat template to clone; name one that chats."
+        )
     tokenizer.chat_template = source.chat_template
     new_token_ids = add_missing_tokens(tokenizer, source)
     if new_token_ids and is_peft(model):
