@@ -14,7 +14,7 @@ FILE = "bema.safetensors"
 
 
 class BEMACallback(TrainerCallback):
-    """Bias-corrected exponential moving average of the weights (BEMA, arXiv:2508.00180), saved to `<output_dir>/bema` at the end.
+    """Bias-corrected moving average of the weights (BEMA, arXiv:2508.00180), saved to `<output_dir>/bema` at the end.
 
     With theta_0 the weights at step `update_after`, every `update_freq` optimizer steps t after it
 
@@ -23,8 +23,8 @@ class BEMACallback(TrainerCallback):
         ema   = (1 - beta) ema + beta theta
         bema  = ema + alpha (theta - theta_0)
 
-    Only trainable weights are averaged, on `device`, in float32 or finer. Each checkpoint holds the average, and a resumed run
-    goes on with it. Refuses weights sharded by ZeRO-3 or FSDP, and runs too short for a single update.
+    Only trainable weights are averaged, on `device`, in float32 or finer. Each checkpoint holds the average, and a
+    resumed run goes on with it. Refuses weights sharded by ZeRO-3 or FSDP, and runs too short for a single update.
     """
 
     def __init__(
@@ -97,8 +97,9 @@ class BEMACallback(TrainerCallback):
         refuse_shards(args)
         if state.max_steps < self.update_after + self.update_freq:
             raise ValueError(
-                f"BEMACallback(update_freq={self.update_freq}, update_after={self.update_after}) would never update its average in "
-                f"a run of {state.max_steps} steps, and save the weights the run began with. Choose a smaller update_freq."
+                f"BEMACallback(update_freq={self.update_freq}, update_after={self.update_after}) would never update "
+                f"its average in a run of {state.max_steps} steps, and save the weights the run began with. Choose a "
+                "smaller update_freq."
             )
         if state.global_step > 0:
             self.load_state(load_file(self.checkpointed(args, state)))
@@ -131,8 +132,9 @@ class BEMACallback(TrainerCallback):
         file = checkpoint_folder(args, state) / FILE
         if not file.is_file():
             raise ValueError(
-                f"the run resumes at step {state.global_step}, but there is no {file}, so its weight average can't go on. Resume "
-                f"from a checkpoint in {args.output_dir} that was saved with BEMACallback, or leave the callback out."
+                f"the run resumes at step {state.global_step}, but there is no {file}, so its weight average can't go "
+                f"on. Resume from a checkpoint in {args.output_dir} that was saved with BEMACallback, or leave the "
+                "callback out."
             )
         return file
 
@@ -148,8 +150,8 @@ def refuse_shards(args: Any) -> None:
 
     if is_deepspeed_zero3_enabled() or args.fsdp:
         raise ValueError(
-            "BEMACallback averages whole weights, and ZeRO-3 and FSDP leave each process a part of them. Run it with DDP or ZeRO-2, "
-            "or leave it out."
+            "BEMACallback averages whole weights, and ZeRO-3 and FSDP leave each process a part of them. Run it with "
+            "DDP or ZeRO-2, or leave it out."
         )
 
 

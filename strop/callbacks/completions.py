@@ -25,10 +25,10 @@ MAX_NEW_TOKENS = 64
 class LogCompletionsCallback(TrainerCallback):
     """Every `freq` optimizer steps (`eval_steps` if not set) completes prompts and writes what came out.
 
-    The prompts are `prompts`, or the column "prompt" of the trainer's evaluation set; the first `num_prompts` of them. Rows
-    {"step", "prompt", "completion"} are appended to `<output_dir>/completions.jsonl` and printed as a table; they also go to
-    those of wandb, trackio and comet_ml that `report_to` names. Generation has random numbers of its own: the run trains
-    as it would without the callback.
+    The prompts are `prompts`, or the column "prompt" of the trainer's evaluation set; the first `num_prompts` of them.
+    Rows {"step", "prompt", "completion"} are appended to `<output_dir>/completions.jsonl` and printed as a table; they
+    also go to those of wandb, trackio and comet_ml that `report_to` names. Generation has random numbers of its own:
+    the run trains as it would without the callback.
     """
 
     def __init__(
@@ -96,13 +96,14 @@ def evaluation_prompts(trainer: Any) -> Sequence[Prompt]:
         raise ValueError("LogCompletionsCallback needs prompts: pass prompts=[...], or a trainer with an eval_dataset.")
     if "prompt" not in dataset.column_names:
         raise ValueError(
-            f'the evaluation set has no column "prompt", but {dataset.column_names}. Pass LogCompletionsCallback(prompts=[...]).'
+            f'the evaluation set has no column "prompt", but {dataset.column_names}. Pass '
+            "LogCompletionsCallback(prompts=[...])."
         )
     return dataset["prompt"]
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """`prompt` as the model reads it. The chat template decides for messages; text has one beginning-of-sequence token at most."""
+    """`prompt` as the model reads it: messages by the template, text with one beginning-of-sequence token at most."""
     if not isinstance(prompt, str):
         return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
     begun = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)

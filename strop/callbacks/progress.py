@@ -57,8 +57,8 @@ class Speed:
 class RichProgressCallback(TrainerCallback):
     """Progress of training and evaluation: steps, loss, tokens/s, time left, the last logs grouped by their prefix.
 
-    On a terminal a panel that redraws itself. Where stderr is no terminal, a plain line for each log, and one at least every
-    half minute, so that a log file stays readable. Only the main process shows anything.
+    On a terminal a panel that redraws itself. Where stderr is no terminal, a plain line for each log, and one at least
+    every half minute, so that a log file stays readable. Only the main process shows anything.
     """
 
     def __init__(self, live: bool | None = None, clock: Callable[[], float] = time.monotonic):
@@ -167,7 +167,7 @@ class LineView:
 
 
 class PanelView:
-    """A panel with a bar of training, one of evaluation while it runs, and a table of the latest value of each metric."""
+    """A panel: a bar of training, one of evaluation while it runs, and a table of the latest value of each metric."""
 
     def __init__(self, console: Console | None = None):
         columns = (

@@ -1,4 +1,4 @@
-"""Adapters: put one on a model, take up one that is there, and say what is trained. The only module that imports peft."""
+"""Adapters: put one on a model, take up one that is there, say what is trained. The only module to import peft."""
 
 import copy
 import sys
@@ -22,11 +22,11 @@ TASKS = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKE
 def apply_peft(model: nn.Module, peft_config: Any, new_token_ids: Sequence[int] = ()) -> nn.Module:
     """The model to train: with the adapter that `peft_config` describes, or as it came if that is None.
 
-    A ready `PeftModel` keeps exactly its trainable parameters. `new_token_ids` were added to the vocabulary: their embedding
-    rows become trainable with the adapter. The weights of an adapter are float32 over a base of any precision: in bfloat16
-    the usual updates are lost, those of DoRA's magnitudes wholly. `model` is changed in place, `peft_config` is not.
-    Refused: a second adapter, a model with nothing to train, a quantised model without an adapter, new tokens that the
-    adapter can't learn.
+    A ready `PeftModel` keeps exactly its trainable parameters. `new_token_ids` were added to the vocabulary: their
+    embedding rows become trainable with the adapter. The weights of an adapter are float32 over a base of any
+    precision: in bfloat16 the usual updates are lost, those of DoRA's magnitudes wholly. `model` is changed in place,
+    `peft_config` is not. Refused: a second adapter, a model with nothing to train, a quantised model without an
+    adapter, new tokens that the adapter can't learn.
     """
     if peft_config is None:
         refuse_untrainable(model, new_token_ids)
@@ -47,7 +47,7 @@ def is_adapter(path: str, options: dict[str, Any]) -> bool:
 
 
 def load_adapter(path: str, load_base: Callable[[str], nn.Module]) -> nn.Module:
-    """The adapter at `path` on the model it was made for, ready to go on training. `load_base` loads a model by name."""
+    """The adapter at `path` on the model it was made for, to go on training. `load_base` loads a model by name."""
     from peft import PeftConfig, PeftModel
 
     base = PeftConfig.from_pretrained(path).base_model_name_or_path
@@ -68,7 +68,8 @@ def saved_rows(path: str, embedding: str) -> int:
     if not file.is_file():
         return 0
     with safe_open(file, "pt") as weights:
-        shapes = [weights.get_slice(name).get_shape() for name in weights.keys() if f".{embedding}." in name]  # noqa: SIM118
+        names = [name for name in weights.keys() if f".{embedding}." in name]  # noqa: SIM118
+        shapes = [weights.get_slice(name).get_shape() for name in names]
     return max((shape[0] for shape in shapes if len(shape) == 2), default=0)
 
 
@@ -110,13 +111,14 @@ def check_peft_config(model: nn.Module, peft_config: Any) -> None:
 
     if not isinstance(peft_config, PeftConfig):
         raise ValueError(
-            f"peft_config is a {type(peft_config).__name__}, not a PeftConfig. Pass e.g. peft.LoraConfig(r=16), or None for full "
-            f"fine-tuning."
+            f"peft_config is a {type(peft_config).__name__}, not a PeftConfig. Pass e.g. peft.LoraConfig(r=16), or "
+            "None for full fine-tuning."
         )
     if is_peft(model):
         raise ValueError(
-            f"the model already has the adapter {model.active_adapter!r}, and peft_config asks for another on top. To go on "
-            f"training the adapter, pass peft_config=None. To start a new one on its result, pass model.merge_and_unload()."
+            f"the model already has the adapter {model.active_adapter!r}, and peft_config asks for another on top. To "
+            "go on training the adapter, pass peft_config=None. To start a new one on its result, pass "
+            "model.merge_and_unload()."
         )
 
 
@@ -129,8 +131,8 @@ def with_task(model: nn.Module, peft_config: Any) -> Any:
     given = peft_config.task_type
     if given is not None and getattr(given, "value", given) != task:
         raise ValueError(
-            f"peft_config.task_type is {getattr(given, 'value', given)!r}, but the model is a {name}, so peft would save and train "
-            f"the wrong head. Set task_type={task!r}, or leave it out."
+            f"peft_config.task_type is {getattr(given, 'value', given)!r}, but the model is a {name}, so peft would "
+            f"save and train the wrong head. Set task_type={task!r}, or leave it out."
         )
     peft_config.task_type = task
     return peft_config
@@ -143,8 +145,8 @@ def with_new_tokens(model: nn.Module, peft_config: Any, new_token_ids: Sequence[
         return peft_config
     if not hasattr(peft_config, "trainable_token_indices"):
         raise ValueError(
-            f"{len(new_token_ids)} tokens are new to the model, and {type(peft_config).__name__} can't train their embeddings: they "
-            f"would stay random. Use LoraConfig, add {layers} to modules_to_save, or don't add tokens."
+            f"{len(new_token_ids)} tokens are new to the model, and {type(peft_config).__name__} can't train their "
+            f"embeddings: they would stay random. Use LoraConfig, add {layers} to modules_to_save, or don't add tokens."
         )
     wanted = peft_config.trainable_token_indices
     wanted = wanted if isinstance(wanted, dict) else {layers[0]: wanted or []}
@@ -174,8 +176,8 @@ def refuse_untrainable(model: nn.Module, new_token_ids: Sequence[int]) -> None:
     """Refuses a model of which training would change nothing, or not what it must."""
     if is_peft(model) and new_token_ids:
         raise ValueError(
-            f"{len(new_token_ids)} tokens are new to the vocabulary, but the model already has an adapter, whose shape is settled. "
-            f"Add the tokens to the base model first, then pass it with peft_config=LoraConfig(...)."
+            f"{len(new_token_ids)} tokens are new to the vocabulary, but the model already has an adapter, whose shape "
+            "is settled. Add the tokens to the base model first, then pass it with peft_config=LoraConfig(...)."
         )
     if any(parameter.requires_grad for parameter in model.parameters()):
         return
@@ -185,6 +187,7 @@ def refuse_untrainable(model: nn.Module, new_token_ids: Sequence[int]) -> None:
             "PeftModel.from_pretrained(base, path, is_trainable=True)."
         )
     raise ValueError(
-        f"none of the model's weights is trainable ({quantization_name(model) or 'all are frozen'}), so training would change "
-        f"nothing. Pass a peft_config such as LoraConfig(r=16), or unfreeze the weights with requires_grad_(True)."
+        f"none of the model's weights is trainable ({quantization_name(model) or 'all are frozen'}), so training would "
+        "change nothing. Pass a peft_config such as LoraConfig(r=16), or unfreeze the weights with "
+        "requires_grad_(True)."
     )

@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute activations in the backward pass instead of keeping them, all or all but attention's."""
+"""Activation checkpointing: recompute activations in the backward pass, all of them or all but attention's."""
 
 import json
 from difflib import get_close_matches
@@ -27,8 +27,9 @@ ATTENTION_KERNELS = ("scaled_dot_product", "flash_attn", "varlen_attn", "flex_at
 def wire_checkpointing(model: nn.Module, kwargs: dict[str, Any] | str | None) -> None:
     """Checks the options of activation checkpointing and has `model` understand {"selective": True}.
 
-    Selective checkpointing keeps the outputs of attention kernels, which are small and dear to compute, and recomputes the
-    rest. The trainer of transformers hands `kwargs` to the model's `activation_checkpointing_enable`, which is wrapped for that.
+    Selective checkpointing keeps the outputs of attention kernels, which are small and dear to compute, and recomputes
+    the rest. The trainer of transformers hands `kwargs` to the model's `activation_checkpointing_enable`, which is
+    wrapped for that.
     """
     options = json.loads(kwargs) if isinstance(kwargs, str) else dict(kwargs or {})
     check_options(model, options)
@@ -47,20 +48,21 @@ def check_options(model: nn.Module, options: dict[str, Any]) -> None:
         return
     if options.get("use_reentrant"):
         raise ValueError(
-            "activation checkpointing can't be selective and reentrant: the reentrant kind recomputes a layer as a whole. Leave out "
-            "use_reentrant (or set it to False)."
+            "activation checkpointing can't be selective and reentrant: the reentrant kind recomputes a layer as a "
+            "whole. Leave out use_reentrant (or set it to False)."
         )
     if base_model(model).config._attn_implementation == "eager":
         raise ValueError(
-            'selective activation checkpointing keeps what attention kernels return, and attn_implementation="eager" calls none, so '
-            'it would save nothing. Load the model with attn_implementation="sdpa", or leave selective out.'
+            'selective activation checkpointing keeps what attention kernels return, and attn_implementation="eager" '
+            'calls none, so it would save nothing. Load the model with attn_implementation="sdpa", or leave selective '
+            "out."
         )
 
 
 def enable_checkpointing(
     model: nn.Module, activation_checkpointing_kwargs: dict[str, Any] | None = None, **layers: Any
 ) -> None:
-    """`activation_checkpointing_enable` of `model`, for options that may be selective. `layers` are every_n_layers and offload."""
+    """`activation_checkpointing_enable` of `model`, selective if asked. `layers` are every_n_layers and offload."""
     options = {"use_reentrant": False} | (activation_checkpointing_kwargs or {})
     if options.pop("selective", False):
         options["context_fn"] = attention_kept
@@ -70,7 +72,7 @@ def enable_checkpointing(
 
 
 def attention_kept() -> tuple[Any, Any]:
-    """The contexts of a checkpointed layer's forward pass and of its recomputation, under which attention runs only once."""
+    """The contexts of a layer's forward pass and of its recomputation, under which attention runs only once."""
     return create_selective_checkpoint_contexts(keep_attention)
 
 

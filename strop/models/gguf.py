@@ -1,4 +1,4 @@
-"""Models from `.gguf` files: their weights are unpacked to a plain model, and their tokenizer is made to cut text as it was trained."""
+"""Models from `.gguf` files: weights unpacked to a plain model, and a tokenizer that cuts text as in training."""
 
 from pathlib import Path
 
@@ -17,14 +17,14 @@ def split_gguf(path: str, gguf_file: str | None) -> tuple[str, str | None]:
 
 
 def unpacked():
-    """The setting under which transformers unpacks a GGUF file's weights, whatever kernels are installed: packed ones can't train."""
+    """The setting that has transformers unpack a GGUF file's weights, packed ones can't be trained."""
     from transformers import GgufConfig
 
     return GgufConfig(dequantize=True)
 
 
 def forget_gguf(model: PreTrainedModel) -> PreTrainedModel:
-    """`model`, whose weights are unpacked, without the marks of the file's quantisation: they would keep it from being saved."""
+    """`model`, whose weights are unpacked, without the marks of quantisation that would keep it from being saved."""
     for config in (model.config, model.config.get_text_config()):
         if hasattr(config, "quantization_config"):
             del config.quantization_config
@@ -37,8 +37,8 @@ def forget_gguf(model: PreTrainedModel) -> PreTrainedModel:
 def repair_gguf_tokenizer(tokenizer: PreTrainedTokenizerFast, file: Path) -> PreTrainedTokenizerFast:
     """`tokenizer` with digits cut one by one where the file says so; transformers' reader leaves that out.
 
-    A byte-level vocabulary is refused if neither transformers nor we know the rule that the file names: a wrong rule gives
-    other tokens than the model has seen, and nothing else would show it.
+    A byte-level vocabulary is refused if neither transformers nor we know the rule that the file names: a wrong rule
+    gives other tokens than the model has seen, and nothing else would show it.
     """
     from tokenizers import pre_tokenizers
 
@@ -48,8 +48,8 @@ def repair_gguf_tokenizer(tokenizer: PreTrainedTokenizerFast, file: Path) -> Pre
         return tokenizer
     if rule not in DIGIT_SPLITTERS:
         raise ValueError(
-            f"{file.name} cuts text by the rule {rule!r}, which is not known here; any other rule gives tokens that the model "
-            f"was not trained on. Pass the original model's tokenizer as processing_class."
+            f"{file.name} cuts text by the rule {rule!r}, which is not known here; any other rule gives tokens that "
+            "the model was not trained on. Pass the original model's tokenizer as processing_class."
         )
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,7 +58,7 @@ def repair_gguf_tokenizer(tokenizer: PreTrainedTokenizerFast, file: Path) -> Pre
 
 
 def splitting_rule(file: Path) -> str | None:
-    """Name of the rule by which a byte-level vocabulary's text is cut, as the file states it; None if it states none."""
+    """Name of the rule by which a byte-level vocabulary's text is cut, as the file has it; None if it has none."""
     try:
         from gguf import GGUFReader
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""A model and its tokenizer from a name or a folder: dtype, device, class, quantisation, and errors that say what to do."""
+"""A model and its tokenizer from a name or a folder: dtype, device, class, quantisation; errors say what to do."""
 
 import json
 from collections import Counter
@@ -45,12 +45,12 @@ def load_model(
     auto_class: type = AutoModelForCausalLM,
     **defaults: Any,
 ) -> nn.Module:
-    """The model that `model` names, in float32 unless `model_init_kwargs` says otherwise; a ready model comes back untouched.
+    """The model that `model` names, in float32 unless `model_init_kwargs` says otherwise; a ready model as it is.
 
     `model` is a hub id, a folder, an adapter's id or folder (its base is loaded too, the adapter goes on training) or a
-    `.gguf` file. The class is the one the checkpoint was saved with if that one writes text, else what `auto_class` chooses.
-    `defaults` are keyword arguments of `from_pretrained` under the user's own, e.g. num_labels=1.
-    Refused: options without effect, quantisation given twice, weights that the checkpoint lacks.
+    `.gguf` file. The class is the one the checkpoint was saved with if that one writes text, else what `auto_class`
+    chooses. `defaults` are keyword arguments of `from_pretrained` under the user's own, e.g. num_labels=1. Refused:
+    options without effect, quantisation given twice, weights that the checkpoint lacks.
     """
     if isinstance(model, nn.Module):
         refuse_loading_options(args, quantization_config)
@@ -86,16 +86,16 @@ def load_tokenizer(path: str | Path, args: ModelInitArguments) -> PreTrainedToke
 
 
 def refuse_loading_options(args: ModelInitArguments, quantization_config: Any) -> None:
-    """Refuses what only matters while a model is loaded: the model is loaded already, so it would silently do nothing."""
+    """Refuses what only matters while a model is loaded: on one that is loaded it would silently do nothing."""
     if args.model_init_kwargs:
         raise ValueError(
-            f"model_init_kwargs={args.model_init_kwargs!r} can't apply to a model that is already loaded. Pass the model's name "
-            f"or folder instead of the object, or give these options to from_pretrained yourself."
+            f"model_init_kwargs={args.model_init_kwargs!r} can't apply to a model that is already loaded. Pass the "
+            "model's name or folder instead of the object, or give these options to from_pretrained yourself."
         )
     if quantization_config is not None:
         raise ValueError(
-            "quantization_config can't apply to a model that is already loaded. Pass the model's name or folder instead of the "
-            "object, or give quantization_config to from_pretrained yourself."
+            "quantization_config can't apply to a model that is already loaded. Pass the model's name or folder "
+            "instead of the object, or give quantization_config to from_pretrained yourself."
         )
 
 
@@ -110,14 +110,15 @@ def loading_options(path: str, args: ModelInitArguments, quantization_config: An
     own = kwargs.pop("quantization_config", None)
     if own is not None and quantization_config is not None:
         raise ValueError(
-            "quantization_config is given twice, to the trainer and in model_init_kwargs; which one is meant? Keep one of them."
+            "quantization_config is given twice, to the trainer and in model_init_kwargs; which one is meant? Keep "
+            "one of them."
         )
     quantization = as_quantization_config(quantization_config if own is None else own)
     if gguf_file is not None:
         if quantization is not None:
             raise ValueError(
-                f"{gguf_file} is quantised already, and training unpacks it; quantization_config can't apply on top. Save the "
-                f"unpacked model once with save_pretrained and load that folder with quantization_config."
+                f"{gguf_file} is quantised already, and training unpacks it; quantization_config can't apply on top. "
+                "Save the unpacked model once with save_pretrained and load that folder with quantization_config."
             )
         kwargs["gguf_file"], quantization = gguf_file, unpacked()
     if quantization is not None:
@@ -134,7 +135,7 @@ def chosen_dtype(kwargs: dict[str, Any]) -> Any:
 
 
 def resolve_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    """A torch dtype, or "auto" (the dtype of the saved weights). Names may be short ("bf16") or long ("torch.bfloat16")."""
+    """A torch dtype, or "auto" (that of the saved weights). Names may be short ("bf16") or long ("torch.bfloat16")."""
     if dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return dtype
     name = str(dtype).removeprefix("torch.").lower()
@@ -175,8 +176,8 @@ def check_reachable(path: str, kwargs: dict[str, Any]) -> None:
         names = [file.name for file in files]
         if not any(cached_file(path, name, _raise_exceptions_for_connection_errors=False, **options) for name in names):
             raise ValueError(
-                f"{path!r} is neither a folder here nor a model in the cache, and hub access is off (HF_HUB_OFFLINE). Give the "
-                f"path of a downloaded model, or run once with access (`hf download {path}`)."
+                f"{path!r} is neither a folder here nor a model in the cache, and hub access is off (HF_HUB_OFFLINE). "
+                f"Give the path of a downloaded model, or run once with access (`hf download {path}`)."
             )
 
 
@@ -193,8 +194,8 @@ def load_weights(path: str, kwargs: dict[str, Any], auto_class: type) -> PreTrai
     missing = sorted(report["missing_keys"])
     if missing and issubclass(type(model), GenerationMixin) and "GenerativeModel" not in cls.__name__:
         raise ValueError(
-            f"{path!r} lacks {len(missing)} weights of {type(model).__name__}, e.g. {missing[0]}, which would start from random "
-            f"numbers. It was saved as {config.architectures}; load the language model it was made from."
+            f"{path!r} lacks {len(missing)} weights of {type(model).__name__}, e.g. {missing[0]}, which would start "
+            f"from random numbers. It was saved as {config.architectures}; load the language model it was made from."
         )
     return model
 
@@ -226,7 +227,7 @@ def explained(error: TypeError, kwargs: dict[str, Any]) -> Exception:
 
 
 def describe_precision(model: nn.Module, args: Any) -> str:
-    """What computes in which precision, e.g. "weights float32, autocast bfloat16, optimizer state float32, device cpu"."""
+    """The precisions of a run: "weights float32, autocast bfloat16, optimizer state float32, device cpu"."""
     weights = quantization_name(model) or named_dtypes(model.parameters())
     autocast = "bfloat16" if args.bf16 else "float16" if args.fp16 else "off"
     trained = named_dtypes(p for p in model.parameters() if p.requires_grad)

@@ -1,4 +1,4 @@
-"""Activations kept in host memory between the forward and the backward pass, so that the accelerator holds one layer's at a time."""
+"""Activations kept in host memory between forward and backward, so that the accelerator holds only a few at a time."""
 
 import weakref
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ PREFETCH = 2
 
 
 class Mover(Protocol):
-    """How tensors get to the host and back. Both ways may return before the copy is done; `wait` is told by what to wait for."""
+    """How tensors get to the host and back. Both may return before the copy is done, which `wait` waits for."""
 
     def to_host(self, tensor: Tensor) -> Tensor: ...
     def to_device(self, tensor: Tensor) -> tuple[Tensor, Any]: ...
@@ -68,19 +68,19 @@ class Stash:
 class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
     """Context of one training step (forward and backward pass): tensors saved for the backward pass go to the host.
 
-    Stay where they are: tensors under 1 KiB, weights and views of them, logits (the backward pass begins with them), tensors
-    that overlap themselves, everything on the host. A tensor that several operations save travels once. The backward pass needs tensors in about the
-    reverse order of saving, so each one that comes back has the two saved before it follow. Refuses a CPU, where activations
-    are in host memory to begin with.
+    Stay where they are: tensors under 1 KiB, weights and views of them, logits (the backward pass begins with them),
+    tensors that overlap themselves, everything on the host. A tensor that several operations save travels once. The
+    backward pass needs tensors in about the reverse order of saving, so each one that comes back has the two saved
+    before it follow. Refuses a CPU, where activations are in host memory to begin with.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | str, mover: Mover | None = None):
         device = torch.device(device)
         if device.type == "cpu" and mover is None:
             raise ValueError(
-                "activation_offloading=True moves activations from an accelerator to host memory, and this run is on a CPU, where "
-                "they are in host memory already: it could only cost time. Set it to False; gradient_checkpointing=True saves "
-                "memory on a CPU too."
+                "activation_offloading=True moves activations from an accelerator to host memory, and this run is on a "
+                "CPU, where they are in host memory already: it could only cost time. Set it to False; "
+                "gradient_checkpointing=True saves memory on a CPU too."
             )
         super().__init__(self.pack, self.unpack)
         self.model, self.device = model, device

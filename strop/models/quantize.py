@@ -20,7 +20,7 @@ def require_bitsandbytes():
 
 
 def as_quantization_config(config: Any) -> Any:
-    """`config` as transformers takes it: a dict such as {"load_in_4bit": true} becomes a `BitsAndBytesConfig`; None stays None."""
+    """`config` as transformers takes it: a dict such as {"load_in_4bit": true} becomes a `BitsAndBytesConfig`."""
     if config is None:
         return None
     if isinstance(config, dict) and "quant_method" not in config:
@@ -63,9 +63,10 @@ def quantization_name(model: nn.Module) -> str | None:
 def prepare_quantized(model: nn.Module) -> nn.Module:
     """`model`, frozen, and with 4-bit layers that stay differentiable on a CPU.
 
-    On CPUs with AVX512-BF16 bitsandbytes re-packs a layer's weight in its first forward pass without gradients in evaluation
-    mode, for a product that has no backward: from then on the layer's input gets no gradient. An evaluation or a generation
-    in the middle of training would end the training of every adapter below. So re-packing is switched off and undone.
+    On CPUs with AVX512-BF16 bitsandbytes re-packs a layer's weight in its first forward pass without gradients in
+    evaluation mode, for a product that has no backward: from then on the layer's input gets no gradient. An evaluation
+    or a generation in the middle of training would end the training of every adapter below. So re-packing is switched
+    off and undone.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)

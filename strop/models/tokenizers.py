@@ -1,4 +1,4 @@
-"""Tokenizers made to fit a model: special tokens, chat templates, new tokens, and the check that both know the same vocabulary."""
+"""Tokenizers made to fit a model: special tokens, chat templates, new tokens, one vocabulary."""
 
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,11 +16,12 @@ def inner_tokenizer(processing_class: Any) -> PreTrainedTokenizerBase:
 
 
 def prepare_tokenizer(processing_class: Any, model: nn.Module, args: Any) -> list[int]:
-    """Brings tokenizer and model in line, both in place: chat template, end and padding tokens. Returns ids new to the model.
+    """Brings tokenizer and model in line, in place: chat template, end and padding tokens. Returns ids new to the model.
 
-    Reads `chat_template_path`, `eos_token` and `pad_token` of `args`, where it has them. The padding token is the first there
-    is of: the argument, the tokenizer's own, its end-of-sequence token. All are written to the model's configuration and
-    generation configuration, which are saved with it. Refused: tokens outside the vocabulary, a vocabulary larger than the model's.
+    Reads `chat_template_path`, `eos_token` and `pad_token` of `args`, where it has them. The padding token is the first
+    there is of: the argument, the tokenizer's own, its end-of-sequence token. All are written to the model's
+    configuration and generation configuration, which are saved with it. Refused: tokens outside the vocabulary, a
+    vocabulary larger than the model's.
     """
     tokenizer = inner_tokenizer(processing_class)
     new_token_ids = apply_chat_template_path(processing_class, model, getattr(args, "chat_template_path", None))
@@ -50,11 +51,11 @@ def clone_chat_template(
     source_tokenizer_path: str,
     resize_to_multiple_of: int | None = 64,
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, list[int]]:
-    """(model, tokenizer, ids of the tokens added), both changed in place to speak the chat template of another tokenizer.
+    """(model, tokenizer, ids of the tokens added), both changed in place to speak another tokenizer's chat template.
 
-    Template, end-of-sequence token and the added tokens that are missing are taken over. The embedding grows to a multiple
-    of `resize_to_multiple_of` where the tokens don't fit; it never shrinks, and no filler tokens are made up. New rows start
-    near the mean of the old ones, so that they neither attract nor repel at first.
+    Template, end-of-sequence token and the added tokens that are missing are taken over. The embedding grows to a
+    multiple of `resize_to_multiple_of` where the tokens don't fit; it never shrinks, and no filler tokens are made up.
+    New rows start near the mean of the old ones, so that they neither attract nor repel at first.
     """
     source = AutoTokenizer.from_pretrained(source_tokenizer_path)
     if source.chat_template is None:
@@ -65,8 +66,9 @@ def clone_chat_template(
     new_token_ids = add_missing_tokens(tokenizer, source)
     if new_token_ids and is_peft(model):
         raise ValueError(
-            f"{source_tokenizer_path!r} brings {len(new_token_ids)} tokens that are new to the model, but the model already has an "
-            f"adapter, whose shape is settled. Clone the template onto the base model first, then add the adapter."
+            f"{source_tokenizer_path!r} brings {len(new_token_ids)} tokens that are new to the model, but the model "
+            "already has an adapter, whose shape is settled. Clone the template onto the base model first, then add "
+            "the adapter."
         )
     grow_embeddings(model, max(tokenizer.get_vocab().values()) + 1, resize_to_multiple_of)
     if source.eos_token is not None:
@@ -89,7 +91,7 @@ def grow_embeddings(model: nn.Module, num_tokens: int, multiple: int | None) -> 
 
 
 def new_token_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> list[int]:
-    """Ids in `tokenizer` that the tokenizer saved beside the model's weights lacks: tokens that the model has never seen.
+    """Ids of `tokenizer` that the tokenizer saved beside the model's weights lacks: tokens the model has never seen.
 
     Looks into a local folder only; a model by a hub id counts as having no new tokens.
     """
@@ -101,7 +103,7 @@ def new_token_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> list[
 
 
 def use_eos_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module, token: str, keep_others: bool = True) -> None:
-    """Makes `token` the end of a sequence, for the tokenizer and for generation (in front of those that end it already)."""
+    """Makes `token` the end of a sequence, for the tokenizer and for generation (before those that end it already)."""
     tokenizer.eos_token = checked_token(tokenizer, "eos_token", token)
     base = base_model(model)
     base.config.get_text_config().eos_token_id = tokenizer.eos_token_id
@@ -114,10 +116,11 @@ def use_eos_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module, token: s
 
 
 def use_pad_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module, token: str | None) -> None:
-    """Makes `token` the padding, for the tokenizer and for generation. Which one it is never touches a loss: padding is masked."""
+    """Makes `token` the padding, for the tokenizer and for generation. No loss depends on it: padding is masked."""
     if token is None:
         raise ValueError(
-            'the tokenizer has neither a padding nor an end-of-sequence token. Choose one of its vocabulary: pad_token="...".'
+            "the tokenizer has neither a padding nor an end-of-sequence token. Choose one of its vocabulary: "
+            'pad_token="...".'
         )
     tokenizer.pad_token = checked_token(tokenizer, "pad_token", token)
     base = base_model(model)
@@ -127,7 +130,7 @@ def use_pad_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module, token: s
 
 
 def checked_token(tokenizer: PreTrainedTokenizerBase, option: str, token: str) -> str:
-    """`token`, if it is one of the vocabulary; the option that named it is told otherwise, with the nearest special token."""
+    """`token`, if it is one of the vocabulary; refused otherwise, with the nearest special token."""
     if token in tokenizer.get_vocab():
         return token
     special = [*tokenizer.all_special_tokens, *(str(t) for t in tokenizer.added_tokens_decoder.values())]
@@ -137,11 +140,12 @@ def checked_token(tokenizer: PreTrainedTokenizerBase, option: str, token: str) -
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
-    """Refuses a tokenizer with ids that the model has no embedding for: the first row to use one would break the run."""
+    """Refuses a tokenizer with ids that the model has no embedding for: a row that uses one would break the run."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     rows = base_model(model).get_input_embeddings().weight.shape[0]
     if largest >= rows:
         raise ValueError(
-            f"the tokenizer has ids up to {largest} ({token!r}), but the model's embedding has {rows} rows: they don't belong "
-            f"together, or tokens were added. In the latter case call model.resize_token_embeddings({largest + 1}) first."
+            f"the tokenizer has ids up to {largest} ({token!r}), but the model's embedding has {rows} rows: they don't "
+            "belong together, or tokens were added. In the latter case call "
+            f"model.resize_token_embeddings({largest + 1}) first."
         )
