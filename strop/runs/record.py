@@ -250,6 +250,8 @@ def _plain(value: Any) -> Any:
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if hasattr(value, "to_dict") and not isinstance(value, type):
+        return _plain(value.to_dict())
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
