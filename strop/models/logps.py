@@ -1,0 +1,155 @@
+"""Log-probabilities of a batch's targets: the only reader of a model's logits.
+
+A model is called through its own forward, however it is wrapped. Meanwhile its output embedding is replaced by a scorer
+that takes the hidden states, keeps those that predict a scored token, and scores them (`strop.models.head`). Prompts
+and padding never meet the vocabulary. Shapes: B rows, T tokens, as in `batch["completion_mask"]`.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from strop.models.forward import base_model, forward
+from strop.models.head import HeadScores, LogitTransform, Scoring, score_head
+
+PROBE = 20.0
+"""What the model is told its head said; large enough to tell a soft cap of 30 from none in bfloat16."""
+
+_verified: WeakSet[nn.Module] = WeakSet()
+"""Models whose own treatment of their logits was seen to be the one that `logit_transform` reads from the config."""
+
+
+class TokenScores(NamedTuple):
+    """What a model says of each target, (B, T), float32, 0 where the completion mask is; None if not asked for."""
+
+    logps: Tensor
+    """log p(target), in nats."""
+    entropy: Tensor | None = None
+    """Entropy of the distribution the target was drawn from, in nats."""
+    is_top1: Tensor | None = None
+    """1 where the target is the likeliest token; among equals, the first of the vocabulary."""
+    mean_logps: Tensor | None = None
+    """Log-probability averaged over the vocabulary, for label smoothing."""
+    aux_loss: Tensor | None = None
+    """Load-balancing loss of a mixture of experts, (), if the model returns one."""
+
+
+def logps(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    top1: bool = False,
+    mean_logps: bool = False,
+    budget: int | None = None,
+) -> TokenScores:
+    """Scores of `batch["targets"]` under `model`; logps, entropy and mean_logps are differentiable.
+
+    `temperature` divides the logits. `budget` bounds the bytes that logits take at a time (`strop.models.head.tiling`).
+    Raises ValueError if the temperature is not positive, if the model has no output embedding that its forward calls
+    once, or if it changes its logits in a way that strop doesn't know.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} can't divide logits; use a positive one (near 0: greedy)")
+    base = base_model(model)
+    scoring = Scoring(logit_transform(base, temperature), entropy, top1, mean_logps, budget)
+    scorer = _HeadScorer(_output_embedding(base), batch, scoring)
+    with scorer.in_place():
+        output = forward(model, batch)
+    if len(scorer.results) != 1:
+        raise ValueError(
+            f"{type(base).__name__} called its output embedding {len(scorer.results)} times in one forward pass, so strop "
+            "can't tell which hidden states predict the next token. Use a model whose forward calls it once"
+        )
+    _verify_transform(base, output.logits)
+    # the loss must depend on the model's output: sharded models fetch weights for backward when a gradient reaches it
+    link = output.logits.flatten()[:0].sum().float()
+    scores = (x + link if x is not None and x.requires_grad else x for x in scorer.results[0])
+    return TokenScores(*scores, aux_loss=getattr(output, "aux_loss", None))  # type: ignore[misc, arg-type]
+
+
+def logit_transform(base: nn.Module, temperature: float = 1.0) -> LogitTransform:
+    """What `base`, a model of transformers, does to its head's output by its config, then `temperature`."""
+    config = base.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+    scale = 1.0
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        scale *= getattr(config, name, None) or 1.0
+    scaling = getattr(config, "logits_scaling", None) or 1.0
+    scale *= scaling if config.model_type.startswith("hyperclovax") else 1 / scaling
+    softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+    return LogitTransform(scale, softcap, temperature)
+
+
+def _verify_transform(base: nn.Module, logits: Tensor) -> None:
+    """Raise ValueError if `base` turned `PROBE` into other `logits` than `logit_transform` would."""
+    if base in _verified or not logits.numel():
+        return
+    expected = logit_transform(base).apply_(torch.tensor(PROBE)).item()
+    lowest, highest = logits.detach().float().aminmax()
+    if not max(abs(lowest.item() - expected), abs(highest.item() - expected)) <= 1e-2 * abs(expected):
+        raise ValueError(
+            f"{type(base).__name__} turns a logit of {PROBE} into {lowest.item():.4g} to {highest.item():.4g}, but by its "
+            f"config it should be {expected:.4g}: log-probabilities would be wrong. strop knows logit_scale, "
+            "logits_scaling, output_multiplier, lm_head_multiplier and soft caps; drop what else the model does"
+        )
+    _verified.add(base)
+
+
+def _output_embedding(base: nn.Module) -> nn.Module:
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None  # type: ignore[operator]
+    if not isinstance(head, nn.Module):
+        raise ValueError(
+            f"{type(base).__name__} has no output embedding (get_output_embeddings() gives {head!r}), so there is nothing "
+            "to take log-probabilities from. Load it with a language-model head, e.g. by AutoModelForCausalLM"
+        )
+    return head
+
+
+class _HeadScorer:
+    """Stands in for an output embedding during one forward pass of `batch`."""
+
+    def __init__(self, head: nn.Module, batch: Mapping[str, Any], scoring: Scoring):
+        self.head, self.batch, self.scoring = head, batch, scoring
+        self.call = head.forward
+        self.results: list[HeadScores] = []
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The head's forward is this scorer's."""
+        own = self.head.__dict__.get("forward")
+        self.head.forward = self.__call__  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            if own is None:
+                del self.head.forward
+            else:
+                self.head.forward = own
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Score `hidden` (..., time, D); returns PROBE for every logit, (..., time, 1), in the graph of the scores."""
+        mask = self.batch["completion_mask"].to(hidden.device).bool()
+        predictors = self._predictors(hidden).to(hidden.device)[mask]
+        targets = self.batch["targets"].to(hidden.device)[mask]
+        states = hidden.flatten(0, -2).index_select(0, predictors)
+        scores = score_head(self.head, states, targets, self.scoring, self.call)
+        self.results.append(HeadScores(*(None if x is None else _on_rows(x, mask) for x in scores)))  # type: ignore[arg-type]
+        nothing = scores.logps[:0].sum().to(hidden.dtype)
+        return hidden.new_full((*hidden.shape[:-1], 1), PROBE) + nothing
+
+    def _predictors(self, hidden: Tensor) -> Tensor:
+        """The batch's predictors, moved on by the virtual tokens that prompt tuning puts before every row."""
+        width = self.batch.get("decoder_input_ids", self.batch["input_ids"]).shape[-1]
+        virtual = hidden.shape[-2] - width
+        predictors = self.batch["predictors"]
+        return predictors + (predictors // width + 1) * virtual
+
+
+def _on_rows(values: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) float32 (float64 stays) with `values` (M,) where `mask` is 1, 0 elsewhere."""
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
