@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from transformers.utils import find_adapter_config_file
 
+from strop.models.forward import base_model
 from strop.models.quantize import (
     is_quantized,
     keep_cpu_layers_differentiable,
@@ -100,11 +101,6 @@ def is_peft(model: nn.Module) -> bool:
     return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
 
 
-def base_model(model: nn.Module) -> nn.Module:
-    """The transformers model inside adapters, or `model` itself. Its layers still contain the adapters' weights."""
-    return model.get_base_model() if is_peft(model) else model
-
-
 def check_peft_config(model: nn.Module, peft_config: Any) -> None:
     """Refuses what is no `PeftConfig`, and a model that has an adapter already."""
     from peft import PeftConfig
@@ -161,6 +157,7 @@ def with_new_tokens(model: nn.Module, peft_config: Any, new_token_ids: Sequence[
 
 def token_layers(model: nn.Module) -> list[str]:
     """Names of the layers with one row a token: the embedding, and the head unless the two are tied."""
+    model = base_model(model)
     layers = [model.get_input_embeddings()]
     if not model.config.get_text_config().tie_word_embeddings and model.get_output_embeddings() is not None:
         layers.append(model.get_output_embeddings())
@@ -172,11 +169,22 @@ def trains_fully(peft_config: Any, layer: str) -> bool:
     return layer in (getattr(peft_config, "modules_to_save", None) or ())
 
 
+def learned_token_ids(model: nn.Module) -> set[int]:
+    """Ids whose embedding rows the active adapter of a `PeftModel` holds."""
+    config = model.active_peft_config
+    embedding = token_layers(model)[0]
+    if trains_fully(config, embedding) or model.get_input_embeddings().weight.requires_grad:
+        return set(range(model.config.get_text_config().vocab_size))
+    rows = getattr(config, "trainable_token_indices", None) or []
+    return set(rows.get(embedding, []) if isinstance(rows, dict) else rows)
+
+
 def refuse_untrainable(model: nn.Module, new_token_ids: Sequence[int]) -> None:
     """Refuses a model of which training would change nothing, or not what it must."""
-    if is_peft(model) and new_token_ids:
+    unlearned = set(new_token_ids) - learned_token_ids(model) if is_peft(model) else ()
+    if unlearned:
         raise ValueError(
-            f"{len(new_token_ids)} tokens are new to the vocabulary, but the model already has an adapter, whose shape "
+            f"{len(unlearned)} tokens are new to the vocabulary, but the model already has an adapter, whose shape "
             "is settled. Add the tokens to the base model first, then pass it with peft_config=LoraConfig(...)."
         )
     if any(parameter.requires_grad for parameter in model.parameters()):

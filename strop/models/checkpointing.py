@@ -1,7 +1,6 @@
 """Activation checkpointing: recompute activations in the backward pass, all of them or all but attention's."""
 
 import json
-from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
+from strop.compat import suggestion
 from strop.models.adapters import base_model
 
 OPTIONS = (
@@ -41,9 +41,8 @@ def check_options(model: nn.Module, options: dict[str, Any]) -> None:
     """Refuses unknown options, and selective checkpointing where it can't work."""
     for name in options:
         if name not in OPTIONS:
-            close = get_close_matches(name, OPTIONS, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(OPTIONS)}."
-            raise ValueError(f"unknown option of activation checkpointing: {name!r}{hint}")
+            hint = suggestion(name, OPTIONS) or f" Known are {', '.join(OPTIONS)}."
+            raise ValueError(f"unknown option of activation checkpointing: {name!r}.{hint}")
     if not options.get("selective"):
         return
     if options.get("use_reentrant"):

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
+from strop.compat import suggestion
 from strop.models.adapters import is_adapter, load_adapter
 from strop.models.arguments import ModelInitArguments
 from strop.models.gguf import forget_gguf, repair_gguf_tokenizer, split_gguf, unpacked
@@ -140,9 +140,8 @@ def resolve_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
         return dtype
     name = str(dtype).removeprefix("torch.").lower()
     if name not in DTYPES:
-        raise ValueError(
-            f"unknown dtype {dtype!r}{did_you_mean(name, ['auto', *DTYPES])} Known: auto, {', '.join(DTYPES)}."
-        )
+        hint = suggestion(name, ["auto", *DTYPES])
+        raise ValueError(f"unknown dtype {dtype!r}.{hint} Known are auto, {', '.join(DTYPES)}.")
     return DTYPES[name]
 
 
@@ -163,8 +162,7 @@ def check_reachable(path: str, kwargs: dict[str, Any]) -> None:
             wanted = " nor ".join(file.name for file in files)
             raise ValueError(f"{path} is a folder without {wanted}, so no model. It holds: {listing(here)}.")
     elif here.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1 or "gguf_file" in kwargs:
-        close = get_close_matches(here.name, [p.name for p in here.parent.glob("*") if p.is_dir()], n=1)
-        hint = f" Did you mean {here.parent / close[0]}?" if close else ""
+        hint = suggestion(here, [str(folder) for folder in here.parent.glob("*") if folder.is_dir()])
         raise ValueError(
             f"there is no folder {path}.{hint} Give a folder with a config.json, a .gguf file or a hub id."
         )
@@ -220,10 +218,8 @@ def explained(error: TypeError, kwargs: dict[str, Any]) -> Exception:
     unknown = [name for name in kwargs if f"'{name}'" in str(error)]
     if "unexpected keyword argument" not in str(error) or not unknown:
         return error
-    hint = did_you_mean(unknown[0], LOADING_OPTIONS)
-    return ValueError(
-        f"model_init_kwargs has an option that neither from_pretrained nor the model knows: {unknown[0]!r}{hint}"
-    )
+    hint = suggestion(unknown[0], LOADING_OPTIONS)
+    return ValueError(f"model_init_kwargs: neither from_pretrained nor the model knows {unknown[0]!r}.{hint}")
 
 
 def describe_precision(model: nn.Module, args: Any) -> str:
@@ -242,12 +238,6 @@ def named_dtypes(parameters: Any) -> str:
     for parameter in parameters:
         sizes[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
     return "+".join(name for name, _ in sizes.most_common()) or "none"
-
-
-def did_you_mean(name: str, known: Any) -> str:
-    """The end of a sentence that names an unknown `name`: "; did you mean 'x'?" or "."."""
-    close = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else "."
 
 
 def picked(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

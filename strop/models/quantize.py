@@ -75,7 +75,7 @@ def prepare_quantized(model: nn.Module) -> nn.Module:
 
 
 def keep_cpu_layers_differentiable(model: nn.Module) -> None:
-    """Switches bitsandbytes' CPU re-packing off in every 4-bit layer, and unpacks the weights it has re-packed already."""
+    """Switches bitsandbytes' CPU re-packing off in every 4-bit layer, and undoes what it has re-packed already."""
     if quantization_name(model) is None or not quantization_name(model).startswith("4-bit"):
         return
     bitsandbytes = require_bitsandbytes()

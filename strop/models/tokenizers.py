@@ -1,13 +1,16 @@
 """Tokenizers made to fit a model: special tokens, chat templates, new tokens, one vocabulary."""
 
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from strop.compat import suggestion
 from strop.models.adapters import base_model, is_peft
+
+ROW_MULTIPLE = 64
+"""Embeddings that grow do so to a multiple of this: matrix products of odd sizes are slow on GPUs."""
 
 
 def inner_tokenizer(processing_class: Any) -> PreTrainedTokenizerBase:
@@ -15,41 +18,67 @@ def inner_tokenizer(processing_class: Any) -> PreTrainedTokenizerBase:
     return getattr(processing_class, "tokenizer", processing_class)
 
 
-def prepare_tokenizer(processing_class: Any, model: nn.Module, args: Any) -> list[int]:
-    """Brings tokenizer and model in line, in place: chat template, end and padding tokens. Returns ids new to the model.
+def prepare_tokenizer(processing_class: Any, args: Any) -> None:
+    """Gives the tokenizer, in place, the template, end and padding token that `args` ask for. Needs no model.
 
-    Reads `chat_template_path`, `eos_token` and `pad_token` of `args`, where it has them. The padding token is the first
-    there is of: the argument, the tokenizer's own, its end-of-sequence token. All are written to the model's
-    configuration and generation configuration, which are saved with it. Refused: tokens outside the vocabulary, a
-    vocabulary larger than the model's.
+    Reads `chat_template_path`, `eos_token` and `pad_token`, where `args` has them. The padding token is the first there
+    is of: the argument, the tokenizer's own, its end-of-sequence token. Refused: tokens outside the vocabulary.
     """
     tokenizer = inner_tokenizer(processing_class)
-    new_token_ids = apply_chat_template_path(processing_class, model, getattr(args, "chat_template_path", None))
+    if getattr(args, "chat_template_path", None) is not None:
+        adopt_template(processing_class, args.chat_template_path)
     if getattr(args, "eos_token", None) is not None:
-        use_eos_token(tokenizer, model, args.eos_token)
-    use_pad_token(tokenizer, model, getattr(args, "pad_token", None) or tokenizer.pad_token or tokenizer.eos_token)
+        tokenizer.eos_token = checked_token(tokenizer, "eos_token", args.eos_token)
+    pad_token = getattr(args, "pad_token", None) or tokenizer.pad_token or tokenizer.eos_token
+    if pad_token is None:
+        raise ValueError(
+            "the tokenizer has neither a padding nor an end-of-sequence token. Choose one of its vocabulary: "
+            'pad_token="...".'
+        )
+    tokenizer.pad_token = checked_token(tokenizer, "pad_token", pad_token)
+
+
+def fit_model(model: nn.Module, processing_class: Any, may_grow: bool = False) -> list[int]:
+    """Makes the model, in place, fit a prepared tokenizer. Returns the ids that it has never seen, padding aside.
+
+    Its configuration and generation configuration get the padding and end-of-sequence token, and are saved with them;
+    what ended a generation so far goes on ending it. With `may_grow`, for tokens that a chat template brought, its
+    embedding gets the rows that it lacks. Refused: a tokenizer with ids that the model has no rows for.
+    """
+    tokenizer = inner_tokenizer(processing_class)
+    unseen = unseen_token_ids(tokenizer, model)
+    if unseen and may_grow and not is_peft(model):
+        grow_embeddings(model, max(unseen) + 1, ROW_MULTIPLE)
     check_vocabulary(tokenizer, model)
-    return new_token_ids
+    use_eos_token(tokenizer, model)
+    use_pad_token(tokenizer, model)
+    return [index for index in unseen if index != tokenizer.pad_token_id]
 
 
-def apply_chat_template_path(processing_class: Any, model: nn.Module, path: str | None) -> list[int]:
-    """Adopts the template in the file at `path`, or template and tokens of the tokenizer at `path`. Returns ids that are new."""
-    if path is None:
-        return []
+def adopt_template(processing_class: Any, path: str) -> list[int]:
+    """Takes over the template in the file at `path`, or template and tokens of the tokenizer there. Returns new ids."""
     if path.endswith((".jinja", ".j2", ".jinja2")):
         file = Path(path).expanduser()
         if not file.is_file():
             raise ValueError(f"chat_template_path={path!r}: there is no such file.")
         processing_class.chat_template = file.read_text(encoding="utf-8")
         return []
-    return clone_chat_template(model, inner_tokenizer(processing_class), path)[2]
+    source = AutoTokenizer.from_pretrained(path)
+    if source.chat_template is None:
+        raise ValueError(f"the tokenizer at {path!r} has no chat template to take over; name one that chats.")
+    tokenizer = inner_tokenizer(processing_class)
+    processing_class.chat_template = source.chat_template
+    added = add_missing_tokens(tokenizer, source)
+    if source.eos_token is not None:
+        tokenizer.eos_token = source.eos_token
+    return added
 
 
 def clone_chat_template(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     source_tokenizer_path: str,
-    resize_to_multiple_of: int | None = 64,
+    resize_to_multiple_of: int | None = ROW_MULTIPLE,
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, list[int]]:
     """(model, tokenizer, ids of the tokens added), both changed in place to speak another tokenizer's chat template.
 
@@ -57,23 +86,15 @@ def clone_chat_template(
     multiple of `resize_to_multiple_of` where the tokens don't fit; it never shrinks, and no filler tokens are made up.
     New rows start near the mean of the old ones, so that they neither attract nor repel at first.
     """
-    source = AutoTokenizer.from_pretrained(source_tokenizer_path)
-    if source.chat_template is None:
+    if is_peft(model):
         raise ValueError(
-            f"the tokenizer at {source_tokenizer_path!r} has no chat template to clone; name one that chats."
+            "the model already has an adapter, whose shape is settled, and a chat template may bring new tokens. Clone "
+            "the template onto the base model first, then add the adapter."
         )
-    tokenizer.chat_template = source.chat_template
-    new_token_ids = add_missing_tokens(tokenizer, source)
-    if new_token_ids and is_peft(model):
-        raise ValueError(
-            f"{source_tokenizer_path!r} brings {len(new_token_ids)} tokens that are new to the model, but the model "
-            "already has an adapter, whose shape is settled. Clone the template onto the base model first, then add "
-            "the adapter."
-        )
+    added = adopt_template(tokenizer, source_tokenizer_path)
     grow_embeddings(model, max(tokenizer.get_vocab().values()) + 1, resize_to_multiple_of)
-    if source.eos_token is not None:
-        use_eos_token(tokenizer, model, source.eos_token, keep_others=False)
-    return model, tokenizer, new_token_ids
+    use_eos_token(tokenizer, model, alone=True)
+    return model, tokenizer, added
 
 
 def add_missing_tokens(tokenizer: PreTrainedTokenizerBase, source: PreTrainedTokenizerBase) -> list[int]:
@@ -90,39 +111,39 @@ def grow_embeddings(model: nn.Module, num_tokens: int, multiple: int | None) -> 
         model.resize_token_embeddings(num_tokens, pad_to_multiple_of=multiple)
 
 
-def new_token_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> list[int]:
-    """Ids of `tokenizer` that the tokenizer saved beside the model's weights lacks: tokens the model has never seen.
+def unseen_token_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> list[int]:
+    """Ids of the tokens added to the tokenizer that was saved beside the model's weights; empty for any other tokenizer.
 
-    Looks into a local folder only; a model by a hub id counts as having no new tokens.
+    The saved one is looked for in the model's folder or the cache, without a network.
     """
-    folder = Path(base_model(model).config._name_or_path)
-    if not (folder / "tokenizer_config.json").is_file():
+    name = base_model(model).config._name_or_path
+    try:
+        known = AutoTokenizer.from_pretrained(name, local_files_only=True).get_vocab() if name else None
+    except (OSError, ValueError):
+        known = None
+    if known is None or not known.items() <= tokenizer.get_vocab().items():
         return []
-    known = AutoTokenizer.from_pretrained(folder).get_vocab()
-    return sorted(index for token, index in tokenizer.get_vocab().items() if token not in known)
+    return sorted(index for index, token in tokenizer.added_tokens_decoder.items() if token.content not in known)
 
 
-def use_eos_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module, token: str, keep_others: bool = True) -> None:
-    """Makes `token` the end of a sequence, for the tokenizer and for generation (before those that end it already)."""
-    tokenizer.eos_token = checked_token(tokenizer, "eos_token", token)
-    base = base_model(model)
-    base.config.get_text_config().eos_token_id = tokenizer.eos_token_id
-    if base.generation_config is None:
+def use_eos_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module, alone: bool = False) -> None:
+    """Has the tokenizer's end-of-sequence token end generations, before other tokens that do, or `alone`."""
+    if tokenizer.eos_token_id is None:
         return
-    others = base.generation_config.eos_token_id if keep_others else None
-    others = others if isinstance(others, list) else [others]
-    ends = [tokenizer.eos_token_id, *(index for index in others if index not in (None, tokenizer.eos_token_id))]
-    base.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    base = base_model(model)
+    for config in (base.config.get_text_config(), base.generation_config):
+        if config is None:
+            continue
+        known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        if alone or config is not base.generation_config:
+            config.eos_token_id = tokenizer.eos_token_id
+        elif tokenizer.eos_token_id not in known:
+            ends = [tokenizer.eos_token_id, *(index for index in known if index is not None)]
+            config.eos_token_id = ends if len(ends) > 1 else ends[0]
 
 
-def use_pad_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module, token: str | None) -> None:
-    """Makes `token` the padding, for the tokenizer and for generation. No loss depends on it: padding is masked."""
-    if token is None:
-        raise ValueError(
-            "the tokenizer has neither a padding nor an end-of-sequence token. Choose one of its vocabulary: "
-            'pad_token="...".'
-        )
-    tokenizer.pad_token = checked_token(tokenizer, "pad_token", token)
+def use_pad_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
+    """Has generation pad with the tokenizer's padding token. No loss depends on it: padding is masked."""
     base = base_model(model)
     base.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if base.generation_config is not None:
@@ -133,14 +154,13 @@ def checked_token(tokenizer: PreTrainedTokenizerBase, option: str, token: str) -
     """`token`, if it is one of the vocabulary; refused otherwise, with the nearest special token."""
     if token in tokenizer.get_vocab():
         return token
-    special = [*tokenizer.all_special_tokens, *(str(t) for t in tokenizer.added_tokens_decoder.values())]
-    close = get_close_matches(token, special, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else f" Its special tokens are {special[:10]}."
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    hint = suggestion(token, special) or f" Its special tokens are {', '.join(special[:10])}."
     raise ValueError(f"{option}={token!r} is not in the tokenizer's vocabulary of {len(tokenizer)} tokens.{hint}")
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
-    """Refuses a tokenizer with ids that the model has no embedding for: a row that uses one would break the run."""
+    """Refuses a tokenizer with ids that the model has no embedding for: a row with one would break the run."""
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     rows = base_model(model).get_input_embeddings().weight.shape[0]
     if largest >= rows:
