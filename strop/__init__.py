@@ -1,3 +1,76 @@
-"""strop post-trains transformer language models."""
+"""strop post-trains transformer language models.
+
+Names are imported when they are first used, so `import strop` loads neither torch nor transformers.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+EXPORTS = {
+    "strop.trainer.sft": ("SFTTrainer",),
+    "strop.trainer.config": ("SFTConfig",),
+    "strop.models.model_config": ("ModelConfig", "get_kbit_device_map", "get_peft_config", "get_quantization_config"),
+    "strop.data.pack": ("pack_dataset",),
+    "strop.data.chat": ("apply_chat_template", "clone_chat_template", "maybe_apply_chat_template"),
+    "strop.data.formats": ("is_conversational", "is_conversational_from_value", "maybe_convert_to_chatml"),
+    "strop.data.mixture": ("DatasetMixtureConfig", "get_dataset"),
+    "strop.cli.arguments": ("ScriptArguments",),
+    "strop.cli.parser": ("TrlParser",),
+    "strop.callbacks.progress": ("RichProgressCallback",),
+    "strop.callbacks.bema": ("BEMACallback",),
+}
+"""Module -> the public names it holds."""
+
+_MODULES = {name: module for module, names in EXPORTS.items() for name in names}
+
+__all__ = [
+    "BEMACallback",
+    "DatasetMixtureConfig",
+    "ModelConfig",
+    "RichProgressCallback",
+    "SFTConfig",
+    "SFTTrainer",
+    "ScriptArguments",
+    "TrlParser",
+    "__version__",
+    "apply_chat_template",
+    "clone_chat_template",
+    "get_dataset",
+    "get_kbit_device_map",
+    "get_peft_config",
+    "get_quantization_config",
+    "is_conversational",
+    "is_conversational_from_value",
+    "maybe_apply_chat_template",
+    "maybe_convert_to_chatml",
+    "pack_dataset",
+]
+
+if TYPE_CHECKING:
+    from strop.callbacks.bema import BEMACallback
+    from strop.callbacks.progress import RichProgressCallback
+    from strop.cli.arguments import ScriptArguments
+    from strop.cli.parser import TrlParser
+    from strop.data.chat import apply_chat_template, clone_chat_template, maybe_apply_chat_template
+    from strop.data.formats import is_conversational, is_conversational_from_value, maybe_convert_to_chatml
+    from strop.data.mixture import DatasetMixtureConfig, get_dataset
+    from strop.data.pack import pack_dataset
+    from strop.models.model_config import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
+    from strop.trainer.config import SFTConfig
+    from strop.trainer.sft import SFTTrainer
+
+
+def __getattr__(name: str):
+    if name not in _MODULES:
+        from strop.compat import missing_export
+
+        raise missing_export(name, _MODULES)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

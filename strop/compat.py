@@ -6,6 +6,7 @@ A renamed option works and warns once; one that is gone names its replacement; a
 import difflib
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
@@ -143,10 +144,14 @@ def suggestion(name: object, known: Iterable[str]) -> str:
 
 
 def warn_once(message: str) -> None:
-    """A FutureWarning, which users see by default, once per process."""
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, FutureWarning, stacklevel=4)
+    """A FutureWarning, which users see by default, once per process, at the line that called into strop."""
+    if message in _warned:
+        return
+    _warned.add(message)
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, FutureWarning, stacklevel=level)
 
 
 def translate(cls_name: str, given: dict[str, Any], known: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -159,22 +164,25 @@ def translate(cls_name: str, given: dict[str, Any], known: Iterable[str]) -> tup
     current = {name: value for name, value in given.items() if name in known}
     moved: dict[str, Any] = {}
     for name in [name for name in given if name not in current]:
-        match table.get(name):
-            case Renamed(to, value):
-                warn_once(f"{cls_name}({name}=...) is now called {to}; the old name will stop working in 1.0.")
-                _put(cls_name, current, to, value(given[name]) if value else given[name], name)
-            case Moved(to):
-                warn_once(f"{cls_name}({name}=...) is now a field of its config: {to}; this will stop working in 1.0.")
-                _put(cls_name, moved, to, given[name], name)
-            case Removed(instead):
-                raise ValueError(f"{cls_name} has no option {name!r} any more: {instead}.")
-            case _:
-                hint = suggestion(name, [*known, *table])
-                raise TypeError(f"{cls_name} has no option {name!r}.{hint}")
+        if name not in table:
+            raise TypeError(f"{cls_name} has no option {name!r}.{suggestion(name, [*known, *table])}")
+        to, value = renamed(cls_name, name, given[name])
+        _put(cls_name, moved if isinstance(table[name], Moved) else current, to, value, name)
     for option, old, new in _old_values(cls_name, current):
         warn_once(f"{option}={old!r} is now called {new!r}; the old name will stop working in 1.0.")
         current[option] = new
     return current, moved
+
+
+def renamed(cls_name: str, name: str, value: Any) -> tuple[str, Any]:
+    """Today's name and value of an option given by its old `name`; warns. Raises ValueError if the option is gone."""
+    entry = OLD_NAMES[cls_name][name]
+    if isinstance(entry, Removed):
+        raise ValueError(f"{cls_name} has no option {name!r} any more: {entry.instead}.")
+    now = f"a field of its config: {entry.to}" if isinstance(entry, Moved) else f"called {entry.to}"
+    warn_once(f"{cls_name}({name}=...) is now {now}; the old name will stop working in 1.0.")
+    converts = isinstance(entry, Renamed) and entry.value is not None
+    return entry.to, entry.value(value) if converts else value
 
 
 def _put(cls_name: str, values: dict[str, Any], to: str, value: Any, old: str) -> None:
@@ -235,3 +243,20 @@ def with_fields(args: Any, moved: dict[str, Any]) -> Any:
     if moved.keys() <= own.keys():
         return replace(args, **moved)
     return {name: getattr(args, name) for name in own} | moved
+
+
+OLD_EXPORTS = {
+    "DataCollatorForCompletionOnlyLM": "SFTConfig(completion_only_loss=True) or SFTConfig(assistant_only_loss=True)",
+    "ConstantLengthDataset": "SFTConfig(packing=True)",
+    "SFTScriptArguments": "ScriptArguments",
+    "setup_chat_format": "clone_chat_template",
+    "HfArgumentParser": "TrlParser",
+}
+"""Names that `strop` doesn't have, though scripts of older days import them -> what does the job."""
+
+
+def missing_export(name: str, known: Iterable[str]) -> Exception:
+    """The error for `from strop import name`: an ImportError that names the replacement where there is one."""
+    if name in OLD_EXPORTS:  # an AttributeError's text would not reach `from strop import ...`
+        return ImportError(f"strop has no {name!r}; its job is done by {OLD_EXPORTS[name]}.")
+    return AttributeError(f"module 'strop' has no attribute {name!r}.{suggestion(name, known)}")

@@ -1,21 +1,17 @@
 """Configs of the trainers: flat dataclasses on `transformers.TrainingArguments`, composed of arguments by owner.
 
-A field is documented once, by the string under it; `field_docs` reads those strings for `--help` and the docs.
+A field is documented once, by the string under it, which is also its help on the command line.
 """
 
-import ast
 import copy
-import inspect
-import itertools
 import os
-import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
 import transformers
+from accelerate.parallelism_config import ParallelismConfig
 from transformers.utils import strtobool
 
 from strop.compat import accepts_old_names
@@ -68,6 +64,13 @@ class BaseConfig(transformers.TrainingArguments):
     """Experiment trackers that receive the logs, e.g. "tensorboard" or "wandb"; if not set, nothing leaves
     the machine."""
 
+    resume_from_checkpoint: str | bool | None = None
+    """For commands: continue from this checkpoint, or from the last one in `output_dir` (true). In Python it is an
+    argument of `trainer.train`."""
+
+    parallelism_config: ParallelismConfig | dict[str, Any] | None = None
+    """Sizes of the device mesh, e.g. {"dp_shard_size": 2, "tp_size": 4}."""
+
     ddp_find_unused_parameters: bool | None = False
     """Let distributed data parallel look for parameters without a gradient at every step; only models with unused
     branches need that."""
@@ -75,6 +78,8 @@ class BaseConfig(transformers.TrainingArguments):
     def __post_init__(self):
         if self.hub_token == "<HUB_TOKEN>":  # to_dict hides the token; a config read back has none
             self.hub_token = None
+        if isinstance(self.parallelism_config, dict):
+            self.parallelism_config = ParallelismConfig(**self.parallelism_config)
         self._check_base()
         self._decide_checkpointing()
         self._decide_precision()
@@ -151,8 +156,8 @@ class SFTConfig(TargetArguments, PackingArguments, DataArguments, ModelInitArgum
     """Peak learning rate of the optimizer."""
 
     loss_type: str | Callable = "nll"
-    """Loss of a token: "nll" (negative log-likelihood), "dft" (weighted by the token's probability, arXiv:2508.05629), or
-    a function of log-probabilities (B, T) that returns (B, T), also as "module:function"."""
+    """Loss of a token: "nll" (negative log-likelihood), "dft" (weighted by the probability, arXiv:2508.05629), or a
+    function of log-probabilities (B, T) that returns (B, T), also as "module:function"."""
 
     label_smoothing_factor: float = 0.0
     """Share of the target's mass that goes to the uniform distribution over the vocabulary; with loss_type="nll"."""
@@ -186,58 +191,36 @@ def function_name(function: Callable) -> str:
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
-@cache
-def field_docs(cls: type) -> dict[str, str]:
-    """Field name -> its documentation, over the dataclass and its bases.
-
-    Our classes document a field by the string under it, transformers' by `metadata["help"]`.
-    """
-    docs = {field.name: field.metadata.get("help", "") for field in fields(cls)}
-    for base in reversed(cls.__mro__):
-        if is_dataclass(base) and base.__module__.startswith("strop."):
-            docs |= _strings_under_fields(base)
-    return {name: " ".join(text.split()) for name, text in docs.items()}
-
-
-def field_owners(cls: type) -> dict[str, type]:
-    """Field name -> the class of the composition that documents it first, from the most basic one up."""
-    owners: dict[str, type] = {}
-    for base in reversed(cls.__mro__):
-        if is_dataclass(base):
-            for name in inspect.get_annotations(base):
-                owners.setdefault(name, base)
-    return {field.name: owners[field.name] for field in fields(cls)}
-
-
-def _strings_under_fields(cls: type) -> dict[str, str]:
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
-    return {
-        field.target.id: below.value.value
-        for field, below in itertools.pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-    }
-
-
 def config_for(config_class: type, args: Any, model: Any, suffix: str) -> Any:
     """The config a trainer runs with, from what its caller gave as `args`.
 
     None: the defaults, writing to "<model's name>-<suffix>". A dict: these fields over those defaults. A plain
     `TrainingArguments`: its values in a `config_class`. A `config_class`: itself.
+
+    Raises ValueError for anything else, and for precisions that the device this process trains on cannot do.
     """
+    config = _as_config(config_class, args, model, suffix)
+    checks.fp16_device(config.fp16, config.device_type)
+    return config
+
+
+def _as_config(config_class: type, args: Any, model: Any, suffix: str) -> Any:
     if isinstance(args, config_class):
         return args
     if isinstance(args, transformers.TrainingArguments):
         return config_class(**_plain_values(args))
     if args is None or isinstance(args, dict):
-        name = model if isinstance(model, str) else model.config._name_or_path
-        return config_class(
-            **{"output_dir": f"{os.path.basename(name.rstrip('/')) or 'model'}-{suffix}"} | (args or {})
-        )
+        return config_class(**{"output_dir": default_output_dir(model, suffix)} | (args or {}))
     raise ValueError(
         f"args is a {type(args).__name__}, which has no training settings; pass a {config_class.__name__} or nothing."
     )
 
 
+def default_output_dir(model: Any, suffix: str) -> str:
+    """ "<last part of the model's name>-<suffix>", in the working directory."""
+    name = model if isinstance(model, str) else model.config._name_or_path
+    return f"{os.path.basename(name.rstrip('/')) or 'model'}-{suffix}"
+
+
 def _plain_values(args: transformers.TrainingArguments) -> dict[str, Any]:
-    known = {field.name for field in fields(transformers.TrainingArguments) if field.init}
-    return {name: value for name, value in vars(args).items() if name in known}
+    return {field.name: getattr(args, field.name) for field in fields(transformers.TrainingArguments) if field.init}

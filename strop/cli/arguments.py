@@ -1,0 +1,67 @@
+"""Options of the training commands that belong to no trainer: data, launch, what to print instead of training."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class ScriptArguments:
+    """Which rows are trained and evaluated on."""
+
+    dataset_name: str | None = None
+    """A data set on the hub, a folder, or a .jsonl, .json, .csv or .parquet file."""
+
+    dataset_config: str | None = None
+    """Configuration of a data set on the hub that has several."""
+
+    dataset_train_split: str = "train"
+    """Split to train on."""
+
+    dataset_test_split: str = "test"
+    """Split to evaluate on; read only if eval_strategy asks for evaluation."""
+
+    dataset_streaming: bool = False
+    """Read rows while training instead of preparing them all before; needs max_steps."""
+
+    ignore_bias_buffers: bool = False
+    """Leave buffers of type bool out of the exchange between processes, which some models need."""
+
+
+@dataclass
+class LaunchArguments:
+    """How many processes run, and on what. With any of these the command starts through `accelerate launch`."""
+
+    accelerate_config: str | None = None
+    """A shipped configuration (single_gpu, multi_gpu, fsdp1, fsdp2, deepspeed_zero1, deepspeed_zero2, deepspeed_zero3) or
+    the path of one written by `accelerate config`."""
+
+    num_processes: int | None = None
+    """Processes in all, one a GPU."""
+
+    num_machines: int | None = None
+    """Machines in all."""
+
+    machine_rank: int | None = None
+    """This machine's number, from 0."""
+
+    main_process_ip: str | None = None
+    """Address of machine 0."""
+
+    main_process_port: int | None = None
+    """Port that the processes meet at."""
+
+    gpu_ids: str | None = None
+    """GPUs to use on this machine, e.g. "0,2"."""
+
+
+@dataclass
+class CommandArguments:
+    """What the command does."""
+
+    config: str | None = None
+    """YAML file with the same names as these options. The command line wins over it, and it over the defaults."""
+
+    dump_config: bool = False
+    """Print every value that would be used and where it was said, and stop."""
+
+    dry_run: bool = False
+    """Print what would run, and stop."""

@@ -1,0 +1,76 @@
+"""Starting a training command through `accelerate launch`: which configuration, which command line."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from strop.compat import suggestion
+
+CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
+ALIASES = {"zero1": "deepspeed_zero1", "zero2": "deepspeed_zero2", "zero3": "deepspeed_zero3"}
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Name -> path of the configurations in the package, the short names of other libraries included."""
+    found = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
+    return found | {alias: found[name] for alias, name in ALIASES.items()}
+
+
+def config_path(name: str) -> Path:
+    """The file that `name`, a shipped configuration or a path, stands for. Raises ValueError if there is none."""
+    shipped = shipped_configs()
+    path = shipped.get(name.removesuffix(".yaml"), Path(name).expanduser())
+    if not path.is_file():
+        raise ValueError(
+            f"accelerate_config={name!r} is neither a file nor one of {', '.join(shipped)}.{suggestion(name, shipped)}"
+        )
+    return path
+
+
+def is_launched() -> bool:
+    """Whether this process was started by `accelerate launch` or torchrun."""
+    return "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+
+
+def is_main_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def launch_command(module: str, launch: dict[str, Any], words: list[str], use_cpu: bool) -> list[str]:
+    """The command line that runs `python -m module words...` under accelerate.
+
+    Raises ValueError for an unknown configuration, and for one that needs DeepSpeed where that isn't installed.
+    """
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    if launch.get("accelerate_config") is not None:
+        path = config_path(launch["accelerate_config"])
+        require_backend(path)
+        command += ["--config_file", str(path)]
+    elif launch.get("num_processes", 1) > 1:
+        command += ["--multi_cpu" if use_cpu else "--multi_gpu"]
+    for name, value in launch.items():
+        if name != "accelerate_config" and value is not None:
+            command += [f"--{name}", str(value)]
+    return [*command, *["--cpu"] * use_cpu, "-m", module, *words]
+
+
+def require_backend(path: Path) -> None:
+    """Refuse a configuration for DeepSpeed without DeepSpeed, before any process starts."""
+    content = yaml.safe_load(path.read_text())
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} is no accelerate configuration; write one with `accelerate config --config_file {path}`."
+        )
+    if content.get("distributed_type") == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
+        raise ValueError(f"{path.stem} needs DeepSpeed, which is not installed: pip install strop[deepspeed]")
+
+
+def replace_process(command: list[str]) -> None:
+    """Become `command`, so that signals and the exit code are its own."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], command)

@@ -1,0 +1,54 @@
+"""The `strop` command: finds the subcommand and imports only what that needs."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from strop import __version__
+from strop.compat import suggestion
+
+TRAINING = {"sft": "fine-tune a model on texts, conversations or prompts with completions"}
+COMMANDS = {
+    "quickstart": (
+        "strop.cli.quickstart:main",
+        "fine-tune a small real model on embedded data, and see what it learnt",
+    ),
+    "inspect": (
+        "strop.cli.inspect:main",
+        "show rows as the trainer sees them: which tokens are trained, context, padding",
+    ),
+    "chat": ("strop.cli.chat:main", "talk to a model or a trained folder"),
+    "generate": ("strop.cli.chat:generate_main", "answer prompts from a file with a model or a trained folder"),
+    "env": ("strop.cli.env:main", "print versions, devices, and what works here"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand with the words after its name; the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    name, rest = words[0], words[1:]
+    if name in ("--version", "version"):
+        print(f"strop {__version__}")
+        return 0
+    if name in TRAINING:
+        from strop.cli import train
+
+        return train.main(name, rest)
+    if name not in COMMANDS:
+        known = [*TRAINING, *COMMANDS]
+        print(f"strop: error: there is no command {name!r}.{suggestion(name, known)}\n\n{usage()}", file=sys.stderr)
+        return 2
+    module, function = COMMANDS[name][0].split(":")
+    return getattr(importlib.import_module(module), function)(rest)
+
+
+def usage() -> str:
+    """What `strop --help` prints."""
+    lines = ["usage: strop COMMAND [options]", "", "training"]
+    lines += [f"  {name:<12}{text}" for name, text in TRAINING.items()]
+    lines += ["", "other"]
+    lines += [f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join([*lines, "", "`strop COMMAND --help` lists its options, `strop --version` prints the version."])
