@@ -170,10 +170,11 @@ def trains_fully(peft_config: Any, layer: str) -> bool:
 
 
 def learned_token_ids(model: nn.Module) -> set[int]:
-    """Ids whose embedding rows the active adapter of a `PeftModel` holds."""
+    """Ids whose embedding rows are trained in a `PeftModel`: all, or those the active adapter holds."""
     config = model.active_peft_config
     embedding = token_layers(model)[0]
-    if trains_fully(config, embedding) or model.get_input_embeddings().weight.requires_grad:
+    own = [p for name, p in model.named_parameters() if f".{embedding}." in name and "trainable_tokens" not in name]
+    if any(parameter.requires_grad for parameter in own):
         return set(range(model.config.get_text_config().vocab_size))
     rows = getattr(config, "trainable_token_indices", None) or []
     return set(rows.get(embedding, []) if isinstance(rows, dict) else rows)

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from strop.compat import suggestion
+
 
 def require_bitsandbytes():
     """The bitsandbytes module; refuses where it isn't installed."""
@@ -34,10 +36,12 @@ def bitsandbytes_config(options: dict[str, Any]):
     """A `BitsAndBytesConfig` from its keyword arguments, none of which may be unknown."""
     from transformers import BitsAndBytesConfig
 
-    config, unused = BitsAndBytesConfig.from_dict(options, return_unused_kwargs=True)
-    if unused:
-        known = sorted(BitsAndBytesConfig().to_dict())
-        raise ValueError(f"quantization_config has unknown options {sorted(unused)}; known are {', '.join(known)}.")
+    known = [name for name in BitsAndBytesConfig().to_dict() if not name.startswith("_")]
+    for name in options:
+        if name not in known:
+            hint = suggestion(name, known) or f" Known are {', '.join(known)}."
+            raise ValueError(f"quantization_config has the unknown option {name!r}.{hint}")
+    config = BitsAndBytesConfig.from_dict({name: value for name, value in options.items() if name != "quant_method"})
     if not (config.load_in_4bit or config.load_in_8bit):
         raise ValueError(f"quantization_config={options} quantises nothing: set load_in_4bit or load_in_8bit to true.")
     return config
@@ -76,7 +80,7 @@ def prepare_quantized(model: nn.Module) -> nn.Module:
 
 def keep_cpu_layers_differentiable(model: nn.Module) -> None:
     """Switches bitsandbytes' CPU re-packing off in every 4-bit layer, and undoes what it has re-packed already."""
-    if quantization_name(model) is None or not quantization_name(model).startswith("4-bit"):
+    if not (quantization_name(model) or "").startswith("4-bit"):
         return
     bitsandbytes = require_bitsandbytes()
     for layer in model.modules():
