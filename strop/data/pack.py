@@ -8,7 +8,6 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -17,6 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict, List, Value
 from datasets.fingerprint import Hasher
+
+from strop.compat import suggestion
 
 AnyDataset = TypeVar("AnyDataset", Dataset, DatasetDict, IterableDataset, IterableDatasetDict)
 
@@ -27,7 +28,7 @@ STREAM_WINDOW = 1000
 """Documents of a stream that are held and packed together, unless `map_kwargs` has a "batch_size"."""
 
 BLOCK_TOKENS = 1 << 22
-"""Packed rows are built in record batches of about this many tokens: what is held at a time beside source and result."""
+"""Packed rows are built in record batches of about so many tokens: all that is held beside source and result."""
 
 SPEED_ONLY = {
     "num_proc",
@@ -59,8 +60,8 @@ def pack_dataset(
     A data set is packed as a whole, a stream 1000 documents at a time; `map_kwargs={"batch_size": n}` packs every n
     documents on their own. Other arguments of `Dataset.map` that concern its speed are accepted and have nothing to do.
 
-    Raises ValueError for a `seq_length` below 1, an unknown strategy or map argument, columns whose lengths differ within
-    a row, and sets that are packed already; TypeError for columns that aren't lists.
+    Raises ValueError for a `seq_length` below 1, an unknown strategy or map argument, columns whose lengths differ, and
+    sets that are packed already; TypeError for columns that aren't lists.
     """
     window = _check_arguments(seq_length, strategy, map_kwargs or {})
     if isinstance(dataset, DatasetDict | IterableDatasetDict):
@@ -75,20 +76,17 @@ def _check_arguments(seq_length: int, strategy: str, map_kwargs: dict[str, Any])
     if seq_length < 1:
         raise ValueError(f"seq_length={seq_length}: a packed row must hold at least one token. Pass a positive number.")
     if strategy not in STRATEGIES:
-        raise ValueError(f"Unknown packing strategy {strategy!r}.{_nearest(strategy, STRATEGIES)}")
+        raise ValueError(
+            f"Unknown packing strategy {strategy!r}; known: {', '.join(STRATEGIES)}.{suggestion(strategy, STRATEGIES)}"
+        )
     for name in map_kwargs:
         if name != "batch_size" and name not in SPEED_ONLY:
             raise ValueError(
                 f"map_kwargs has {name!r}, which packing cannot honour: only 'batch_size' changes its result."
-                f"{_nearest(name, ['batch_size', *SPEED_ONLY])}"
+                f"{suggestion(name, ['batch_size', *SPEED_ONLY])}"
             )
     window = map_kwargs.get("batch_size")
     return window if window is not None and window > 0 else None  # as in Dataset.map, where both mean "all rows"
-
-
-def _nearest(name: str, known) -> str:
-    close = get_close_matches(str(name), list(known), n=1, cutoff=0)
-    return f" Did you mean {close[0]!r}? Known: {', '.join(sorted(known))}."
 
 
 # Data sets
@@ -315,9 +313,9 @@ class Documents:
             if len(differ):
                 row = differ[0]
                 raise ValueError(
-                    f"Row {row} has {lengths[row]} values in {first!r} but {column.lengths[rows[row]]} in {name!r}: packing "
-                    f"cuts every column at the same tokens, so each needs one value a token. Remove the column or mend "
-                    f"the row."
+                    f"Row {row} has {lengths[row]} values in {first!r} but {column.lengths[rows[row]]} in {name!r}: "
+                    f"packing cuts every column at the same tokens, so each needs one value a token. Remove the column "
+                    f"or mend the row."
                 )
         return lengths
 
@@ -347,7 +345,7 @@ def _check_columns(table: pa.Table) -> None:
         if not (pa.types.is_list(field.type) or pa.types.is_large_list(field.type)):
             raise TypeError(
                 f"Column {field.name!r} has type {field.type}, not a list with one value a token: it can't be cut "
-                f"where the tokens are. Select the token columns first, e.g. dataset.select_columns(['input_ids', 'labels'])."
+                f"where the tokens are. Select the token columns: dataset.select_columns(['input_ids', 'labels'])."
             )
 
 

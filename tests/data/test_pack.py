@@ -31,13 +31,13 @@ def random_documents(seed, num_documents=60, longest=20):
 
 def bfd_by_the_rules(lengths, capacity):
     """Bins of documents, found by looking at every open bin for every document."""
-    bins, clock = [], 0  # a bin: [space, when it came to that space, its documents]
-    for n in sorted((n for n, length in enumerate(lengths) if length), key=lambda n: -lengths[n]):
+    bins = []  # a bin: [space, when it came to that space, its documents]
+    order = sorted((n for n, length in enumerate(lengths) if length), key=lambda n: -lengths[n])
+    for clock, n in enumerate(order):
         fits = [b for b in bins if b[0] >= lengths[n]]
         if not fits:
             bins.append([capacity, 0, []])
         chosen = min(fits, key=lambda b: b[:2]) if fits else bins[-1]
-        clock += 1
         chosen[0], chosen[1] = chosen[0] - lengths[n], clock
         chosen[2].append(n)
     return [b[2] for b in bins]
@@ -184,9 +184,7 @@ def test_nothing_in_gives_nothing_out():
 
 
 def test_a_missing_document_is_an_empty_one():
-    dataset = Dataset.from_dict(
-        {"input_ids": [[1, 2], None, [3]]}, features=Features({"input_ids": List(Value("int8"))})
-    )
+    dataset = Dataset.from_dict({"input_ids": [[1, 2], None, [3]]})
     assert pack_dataset(dataset, 4)["input_ids"][:] == [[1, 2, 3]]
 
 
@@ -197,10 +195,8 @@ def test_the_format_is_restored():
     assert packed.format["columns"] == ["input_ids", "seq_lengths"]
     assert packed[0]["input_ids"].tolist() == [0, 1, 2, 100]
     assert pack_dataset(documents([3, 1]), 4).format["type"] is None
-    assert (
-        next(iter(pack_dataset(documents([3, 1]).to_iterable_dataset().with_format("numpy"), 4)))["labels"].dtype
-        == "int64"
-    )
+    stream = documents([3, 1]).to_iterable_dataset().with_format("numpy")
+    assert next(iter(pack_dataset(stream, 4)))["labels"].tolist() == [-1, -2, -3, -101]
 
 
 def test_every_split_of_a_dict_is_packed():
@@ -254,7 +250,10 @@ def test_a_stream_goes_on_where_it_was():
     ("arguments", "message"),
     [
         ({"seq_length": 0}, r"seq_length=0: a packed row must hold at least one token"),
-        ({"strategy": "bfd_splt"}, r"Unknown packing strategy 'bfd_splt'. Did you mean 'bfd_split'\?"),
+        (
+            {"strategy": "bfd_splt"},
+            r"Unknown packing strategy 'bfd_splt'; known: bfd, bfd_split, wrapped. Did you mean 'bfd_split'\?",
+        ),
         ({"map_kwargs": {"batchsize": 3}}, r"map_kwargs has 'batchsize'.*Did you mean 'batch_size'\?"),
     ],
 )
