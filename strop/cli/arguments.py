@@ -28,11 +28,11 @@ class ScriptArguments:
 
 @dataclass
 class LaunchArguments:
-    """How many processes run, and on what. With any of these the command starts through `accelerate launch`."""
+    """How many processes run, and on what. With any of these `accelerate launch` starts the command."""
 
     accelerate_config: str | None = None
-    """A shipped configuration (single_gpu, multi_gpu, fsdp1, fsdp2, deepspeed_zero1, deepspeed_zero2, deepspeed_zero3) or
-    the path of one written by `accelerate config`."""
+    """A shipped configuration (single_gpu, multi_gpu, fsdp1, fsdp2, deepspeed_zero1, deepspeed_zero2, deepspeed_zero3)
+    or the path of one written by `accelerate config`."""
 
     num_processes: int | None = None
     """Processes in all, one a GPU."""
