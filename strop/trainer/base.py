@@ -4,16 +4,21 @@ import functools
 import inspect
 import logging
 import math
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from strop.callbacks.progress import install_progress
 from strop.data.collate import Batch, as_batch, keep_examples
 from strop.losses.reduce import StepCounts
+from strop.models.offload import OffloadActivations
 from strop.runs import checkpoint
+from strop.runs.record import RunRecord
 
 from .layout import LayoutGuard
 from .meter import Metrics, RunMeter, WeightedSums, means
@@ -41,7 +46,7 @@ class BaseTrainer(transformers.Trainer):
             cls.compute_loss = _accept_all_arguments(cls.compute_loss)
             cls.loss_is_scaled_for_ga = cls.__dict__.get("loss_is_scaled_for_ga", False)
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, preparation_reports: dict[str, Any] | None = None, **kwargs):
         super().__init__(*args, **kwargs)
         if self.args.n_gpu > 1:
             raise ValueError(
@@ -49,14 +54,25 @@ class BaseTrainer(transformers.Trainer):
                 "where a step can't be counted as a whole. Start one process a GPU (torchrun, accelerate launch), or show "
                 "the process one GPU with CUDA_VISIBLE_DEVICES."
             )
+        self.preparation_reports = preparation_reports or {}
+        self.record = RunRecord(self._datasets(), self.preparation_reports)
         self.add_callback(RunMeter())
+        self.add_callback(self.record)
+        install_progress(self)
         self.eval_sums = WeightedSums()
         self.layout_guard = LayoutGuard()
+        offloads = getattr(self.args, "activation_offloading", False)
+        self._saved_activations = OffloadActivations(self.model, self.args.device) if offloads else nullcontext()
         self._is_staging = False
 
     @property
     def meter(self) -> RunMeter:
         return next(callback for callback in self.callback_handler.callbacks if isinstance(callback, RunMeter))
+
+    def _datasets(self) -> dict[str, Any]:
+        several = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        sets = {"train": self.train_dataset} | {f"eval_{name}".rstrip("_"): rows for name, rows in several.items()}
+        return {name: rows for name, rows in sets.items() if rows is not None}
 
     @property
     def _uses_loss(self) -> bool:
@@ -79,6 +95,10 @@ class BaseTrainer(transformers.Trainer):
         self.meter.num_tokens += num_tokens
         self.meter.window.add({"loss": (0.0, float(self.is_world_process_zero()))})
         return batches, counts
+
+    def training_step(self, *args, **kwargs):
+        with self._saved_activations:
+            return super().training_step(*args, **kwargs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         counts = num_items_in_batch
@@ -135,7 +155,11 @@ class BaseTrainer(transformers.Trainer):
     # Training and its checkpoints
 
     def train(self, resume_from_checkpoint=None, **kwargs):
-        output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        try:
+            output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        except BaseException as error:
+            self.record.fail(error)
+            raise
         if resume_from_checkpoint and self.state.global_step == self._initial_global_step:
             logger.warning(
                 "already at step %d of %d: nothing was trained. Raise max_steps or num_train_epochs, or start without "

@@ -9,6 +9,7 @@ from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from strop.models.adapters import apply_peft, base_model, trainable_summary
+from strop.models.checkpointing import wire_checkpointing
 from strop.models.load import describe_precision, load_model, load_tokenizer
 from strop.models.tokenizers import fit_model, prepare_tokenizer
 
@@ -55,7 +56,7 @@ def ready_model(
     """The model to train: loaded if it is a name, in line with the tokenizer, with its adapter."""
     set_seed(args.seed)
     model = load_model(model, args, quantization_config)
-    new_token_ids = fit_model(model, tokenizer)
+    new_token_ids = fit_model(model, tokenizer, may_grow=args.chat_template_path is not None)
     model = apply_peft(model, peft_config, new_token_ids)
     logger.info("%s; %s", describe_precision(model, args), trainable_summary(model))
     return model

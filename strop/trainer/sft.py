@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from strop.losses.reduce import StepCounts, token_mean
 from strop.losses.supervised import SUPERVISED_LOSSES, label_smoothed
 from strop.models.forward import forward
 from strop.models.logps import TokenScores, logps
-from strop.models.neftune import noisy_embeddings
+from strop.models.neftune import neftune
 
 from .base import BaseTrainer
 from .config import SFTConfig, config_for
@@ -88,6 +89,7 @@ class SFTTrainer(BaseTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            preparation_reports=self.preparation_reports,
         )
         self.token_loss = args.loss_type if callable(args.loss_type) else SUPERVISED_LOSSES[args.loss_type]
         self.aux_loss_coef = router_aux_loss_coef(model, args)
@@ -114,7 +116,8 @@ class SFTTrainer(BaseTrainer):
     def loss(self, model: Module, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:
         mask = batch["completion_mask"]
         num_tokens = mask.sum()
-        with noisy_embeddings(model, batch, self.args.neftune_noise_alpha):
+        alpha = self.args.neftune_noise_alpha
+        with neftune(model, batch, alpha) if alpha else nullcontext():
             if self.compute_loss_func is not None:
                 return self._users_loss(model, batch, counts), {}
             smoothed = self.args.label_smoothing_factor > 0
