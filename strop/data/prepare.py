@@ -1,0 +1,317 @@
+"""The preparation of a data set: rows in any format to `input_ids` and `labels`, counted, cached and packed.
+
+Preparing twice is preparing once: rows that are prepared, packed or cut to length already come back as they are.
+"""
+
+import logging
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets.fingerprint import Hasher, generate_random_fingerprint
+from transformers import PreTrainedTokenizerBase
+
+import strop
+from strop.data.formats import CHECKED_ROWS, Format, detect, validate
+from strop.data.pack import pack_dataset
+from strop.data.recipe import COUNTS, FormattingFunc, Recipe, RowMaker, check_targets
+from strop.data.report import GONE, PreparationReport
+
+logger = logging.getLogger(__name__)
+
+AnyRows = Dataset | IterableDataset | torch.utils.data.Dataset | list
+HOPELESS_ROWS = 1000
+"""A stream whose first rows, this many, are all dropped is given up."""
+
+PREPARED = "prepared by strop"
+"""Left in a data set's description, so that shuffling it once is enough."""
+
+
+def prepare(
+    dataset: AnyRows,
+    tokenizer: PreTrainedTokenizerBase,
+    args: Any,
+    *,
+    formatting_func: FormattingFunc | None = None,
+    name: str = "train",
+    packing: bool = False,
+) -> tuple[Dataset | IterableDataset, PreparationReport]:
+    """The data set as columns input_ids and labels (and seq_lengths if packed), and what was done to it.
+
+    `args` has the fields of DataArguments, PackingArguments and TargetArguments. Rows are counted, and dropped where
+    nothing of them can be trained. A stream is prepared row by row as it is read, and its report fills up meanwhile.
+
+    Raises ValueError for rows it can't read (with their number), for targets the rows don't have, and when no row is
+    left.
+    """
+    dataset = as_dataset(dataset, name)
+    report = PreparationReport(name)
+    if skips_preparation(args):
+        return dataset, report
+    if packing and args.max_length is None:
+        raise ValueError("packing=True puts rows together up to max_length tokens, but max_length is None; set it")
+    recipe = Recipe.of(args, packing)
+    maker = RowMaker(
+        tokenizer, recipe, _checked_format(dataset, recipe, tokenizer, formatting_func, name), name, formatting_func
+    )
+    if isinstance(dataset, IterableDataset):
+        return _prepared_stream(dataset, maker, report, args, packing), report
+    return _prepared_set(dataset, maker, report, args, packing), report
+
+
+def skips_preparation(args: Any) -> bool:
+    """Whether dataset_kwargs says {"skip_prepare_dataset": true}. Raises ValueError for any other key."""
+    options = args.dataset_kwargs or {}
+    unknown = sorted(set(options) - {"skip_prepare_dataset"})
+    if unknown:
+        raise ValueError(
+            f"dataset_kwargs has {unknown}, of which nothing is known; its only key is skip_prepare_dataset"
+        )
+    return bool(options.get("skip_prepare_dataset"))
+
+
+def as_dataset(rows: AnyRows, name: str = "train") -> Dataset | IterableDataset:
+    """`rows` as a data set of the datasets library; torch data sets and lists of dicts are wrapped.
+
+    Raises ValueError for a dictionary of splits and for data sets with a transform, whose rows are not what they hold.
+    """
+    if isinstance(rows, dict):
+        raise ValueError(f"the {name} data set is a dictionary with the splits {sorted(rows)}; pass one of them")
+    if isinstance(rows, Dataset):
+        if rows.format["type"] == "custom":
+            raise ValueError(
+                f"the {name} data set has a transform (with_transform), which preparation would not see; use map "
+                f"instead"
+            )
+        return rows.with_format(None) if rows.format["type"] else rows
+    if isinstance(rows, IterableDataset):
+        return rows
+    if isinstance(rows, torch.utils.data.IterableDataset):
+        return IterableDataset.from_generator(_plain_rows, gen_kwargs={"rows": rows})
+    if not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__"):
+        raise ValueError(
+            f"the {name} data set is a {type(rows).__name__}; expected a datasets or torch data set, or a list of rows"
+        )
+    return Dataset.from_list(list(_plain_rows(rows[i] for i in range(len(rows)))))
+
+
+def _plain_rows(rows: Iterable[dict[str, Any]]):
+    for row in rows:
+        yield {
+            key: value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value for key, value in row.items()
+        }
+
+
+def _checked_format(
+    dataset: Iterable,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    formatting_func: FormattingFunc | None,
+    name: str,
+) -> Format:
+    """The format of the first rows, after a look at them all. Raises ValueError for what can't be prepared."""
+    rows = list(islice(dataset, CHECKED_ROWS))
+    if formatting_func is not None:
+        if not rows:
+            raise ValueError(f"the {name} data set has no rows")
+        found = Format("tokens" if "input_ids" in rows[0] else "text", tuple(rows[0]))
+        check_targets(recipe, found, formats=True)
+        _refuse_batched(formatting_func, rows[0])
+        return found
+    found = detect(rows, recipe.text_field, name)
+    check_targets(recipe, found, formats=False)
+    if found.kind != "tokens":
+        check = validate(
+            rows, recipe.text_field, tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+        )
+        if check.errors:
+            raise ValueError(f"the {name} data set can't be prepared: " + "; ".join(check.errors[:3]))
+        if check.empty_answers:
+            logger.warning("%s: the answers in rows %s are empty", name, ", ".join(map(str, check.empty_answers[:10])))
+    return found
+
+
+def _refuse_batched(formatting_func: FormattingFunc, row: dict[str, Any]) -> None:
+    """Raise ValueError for a function written for a batch of rows: on one row, it would go through the letters of its texts."""
+    result = formatting_func(row)
+    if isinstance(result, str) or len(result) < 2:
+        return
+    try:
+        batched = formatting_func({column: [value] for column, value in row.items()})
+    except Exception:
+        return
+    if isinstance(batched, list) and len(batched) == 1:
+        raise ValueError(
+            f"formatting_func is written for batches: it makes {len(result)} texts of one row, but 1 of a batch with "
+            f"that row alone. It is "
+            "called with one row; return its text"
+        )
+
+
+# Map-style data sets
+
+
+def _prepared_set(dataset: Dataset, maker: RowMaker, report: PreparationReport, args: Any, packing: bool) -> Dataset:
+    was_prepared = dataset.info.description == PREPARED
+    counted = dataset.map(
+        maker,
+        batched=True,
+        with_indices=True,
+        remove_columns=dataset.column_names,
+        num_proc=args.dataset_num_proc,
+        features=_features(counts=True, packed="seq_lengths" in dataset.column_names),
+        new_fingerprint=_fingerprint(dataset, maker),
+        desc=f"Preparing {report.name}",
+    )
+    fates = _count(counted, report, rows_in=len(dataset))
+    _raise_if_nothing_left(report, maker.recipe)
+    _warn(report)
+    kept = counted.remove_columns(list(COUNTS))
+    gone = fates & int(GONE) != 0
+    if gone.any():
+        kept = kept.select(np.flatnonzero(~gone))
+    if args.shuffle_dataset and not was_prepared:
+        kept = kept.shuffle(seed=args.seed)
+    if packing and "seq_lengths" not in kept.column_names:
+        kept = _packed(kept, args)
+        report.packed_rows = len(kept)
+    kept.info.description = PREPARED
+    logger.info("%s", report)
+    return kept
+
+
+def _features(counts: bool, packed: bool) -> Features:
+    lists = ["input_ids", "labels", *(["seq_lengths"] if packed else [])]
+    features = {name: List(Value("int32")) for name in lists}
+    return Features(features | ({name: Value("int32") for name in COUNTS} if counts else {}))
+
+
+def _packed(dataset: Dataset | IterableDataset, args: Any) -> Dataset | IterableDataset:
+    """The packed data set; rows of "wrapped" packing, which know no documents, are one document each."""
+    packed = pack_dataset(dataset, args.max_length, args.packing_strategy)
+    if args.packing_strategy != "wrapped":
+        return packed
+    features = _features(counts=False, packed=True)
+    return packed.map(_as_one_document, batched=True, features=features)
+
+
+def _as_one_document(batch: dict[str, list]) -> dict[str, list]:
+    return {"seq_lengths": [[len(ids)] for ids in batch["input_ids"]]}
+
+
+def _count(counted: Dataset, report: PreparationReport, rows_in: int) -> np.ndarray:
+    """Fill in the report; what became of each row comes back."""
+    table = counted.data
+    fates, lengths, lost, before, trained = (table.column(name).to_numpy() for name in COUNTS)
+    report.rows_in += rows_in
+    report.count(fates, lengths, lost, before)
+    report.tokens += pc.sum(pc.list_value_length(table.column("input_ids"))).as_py() or 0
+    report.trained_tokens += int(trained.sum())
+    return fates
+
+
+def _raise_if_nothing_left(report: PreparationReport, recipe: Recipe) -> None:
+    if report.rows_out:
+        return
+    if report.dropped_rows:
+        raise ValueError(
+            f"no row of the {report.name} data set is left: {report.dropped_rows} of {report.rows_in} are longer than "
+            f"max_length={recipe.max_length} (half of all have more than {report.percentile(50)} tokens) and "
+            f'overlong="drop" drops them'
+        )
+    raise ValueError(
+        f"no row of the {report.name} data set has a token to train within max_length={recipe.max_length}: the "
+        f"longest prompt has "
+        f'{report.longest_prompt} tokens. Raise max_length, shorten the prompts, or set truncation_mode="keep_end"'
+    )
+
+
+def _warn(report: PreparationReport) -> None:
+    """One line for each thing about a data set that its owner should know."""
+    name, rows = report.name, report.rows_in
+    if report.untrainable_rows:
+        logger.warning(
+            "%s: %d of %d rows had no trainable token after truncation and were dropped",
+            name,
+            report.untrainable_rows,
+            rows,
+        )
+    if report.truncated_rows:
+        logger.warning(
+            "%s: %d of %d rows were truncated, %d tokens lost", name, report.truncated_rows, rows, report.tokens_lost
+        )
+    if report.merged_boundaries:
+        logger.warning(
+            "%s: in %d of %d rows one token holds the end of the prompt and the start of the completion; it is trained",
+            name, report.merged_boundaries, rows,
+        )  # fmt: skip
+    if report.rewritten_rows:
+        logger.warning(
+            "%s: in %d of %d rows the chat template renders earlier turns otherwise than the model will have said "
+            "them, so they are trained "
+            'in a form it never generates; train_on_turns="expand" renders each turn as at inference',
+            name, report.rewritten_rows, rows,
+        )  # fmt: skip
+
+
+def _fingerprint(dataset: Dataset, maker: RowMaker) -> str:
+    """What the prepared rows depend on, as the key of the cache; random where nothing would be cached."""
+    if not dataset.cache_files or not datasets.is_caching_enabled():
+        return generate_random_fingerprint()
+    key = (
+        dataset._fingerprint,
+        strop.__version__,
+        _tokenizer_key(maker.tokenizer),
+        repr(maker.recipe),
+        repr(maker.found),
+        Hasher.hash(maker.formatting_func),
+    )
+    return Hasher.hash(key)
+
+
+def _tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> tuple:
+    """All of a tokenizer that shows in its output: vocabulary, merges, added tokens, special tokens, chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    inner = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    return type(tokenizer).__name__, inner, sorted(tokenizer.special_tokens_map.items()), repr(tokenizer.chat_template)
+
+
+# Streams
+
+
+def _prepared_stream(
+    dataset: IterableDataset, maker: RowMaker, report: PreparationReport, args: Any, packing: bool
+) -> IterableDataset:
+    columns = dataset.column_names or list(next(iter(dataset)))
+    packed = "seq_lengths" in columns
+    if args.shuffle_dataset:
+        dataset = dataset.shuffle(seed=args.seed)
+    stream = dataset.map(
+        StreamMaker(maker, report),
+        batched=True,
+        with_indices=True,
+        remove_columns=columns,
+        features=_features(counts=False, packed=packed),
+    )
+    return _packed(stream, args) if packing and not packed else stream
+
+
+class StreamMaker:
+    """A RowMaker that counts as rows pass and leaves out those without tokens."""
+
+    def __init__(self, maker: RowMaker, report: PreparationReport):
+        self.maker = maker
+        self.report = report
+
+    def __call__(self, batch: dict[str, list], indices: list[int]) -> dict[str, list]:
+        counted = Dataset(self.maker(batch, indices))
+        fates = _count(counted, self.report, rows_in=len(indices))
+        if self.report.rows_in >= HOPELESS_ROWS:
+            _raise_if_nothing_left(self.report, self.maker.recipe)
+        kept = counted.remove_columns(list(COUNTS))[np.flatnonzero(fates & int(GONE) == 0)]
+        return kept
