@@ -78,8 +78,8 @@ def _check_packed(module: nn.Module, query: Tensor, segments: Segments, is_causa
     name = type(module).__name__
     if query.shape[0] != 1 or query.shape[2] != segments.num_tokens:
         raise ValueError(
-            f"{name} got {query.shape[0]} x {query.shape[2]} tokens but segments for 1 x {segments.num_tokens}: they would "
-            "attend to each other's text. Pass the batch as it was collated; virtual tokens need the padded layout"
+            f"{name} got {query.shape[0]} x {query.shape[2]} tokens but segments for 1 x {segments.num_tokens}: "
+            "rows would attend to each other. Pass the batch as it was collated; virtual tokens need the padded layout"
         )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if not causal or position_bias is not None:

@@ -58,7 +58,7 @@ def kernel_for(query: Tensor, value: Tensor, scores: Scores) -> Kernel | None:
 
 
 def choose_kernel(half: bool, sizes: tuple[int, int], scores: Scores, flash_attn: bool, varlen: bool) -> Kernel | None:
-    """The decision alone. `half`: 16 bit on a device the flash kernels know; `sizes`: of a query head, of a value head."""
+    """The decision alone. `half`: 16 bit, on a device with flash kernels; `sizes`: of a query and of a value head."""
     fits = half and scores.sinks is None and sizes[0] == sizes[1] <= 256 and sizes[0] % 8 == 0
     if fits and flash_attn:
         return "flash_attn"
@@ -104,7 +104,7 @@ def varlen_layout(segments: Segments, window: int | None, device: torch.device) 
     """The stream as kernels over sequences of different lengths take it; keys no query can see are left out."""
     spans, key_lengths = [], []
     for i, length in enumerate(segments.lengths):
-        chain = [j for j in (*segments.ancestors(i), i)]
+        chain = (*segments.ancestors(i), i)
         keys = torch.cat([torch.arange(segments.span(j).start, segments.span(j).stop) for j in chain])
         keys = keys if window is None else keys[-(length + window - 1) :]
         spans.append(keys)
@@ -124,7 +124,7 @@ def _cumulative(lengths, device: torch.device) -> Tensor:
 
 
 def varlen(query, key, value, segments: Segments, scores: Scores, kernel: Callable[..., Tensor]) -> Tensor:
-    """Attention by `kernel(query, key, value, layout, scores)`, which takes (tokens, heads, size) and aligns bottom right."""
+    """Attention by `kernel(query, key, value, layout, scores)` of (tokens, heads, size), aligned bottom right."""
     layout = varlen_layout(segments, scores.window, query.device)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if layout.gathered is not None:
@@ -133,7 +133,7 @@ def varlen(query, key, value, segments: Segments, scores: Scores, kernel: Callab
 
 
 class Gathered(torch.autograd.Function):
-    """`x[index]`, (len(index), ...), whose gradient is summed in float32: a prompt's keys collect one from each answer."""
+    """`x[index]`, (len(index), ...). Its gradient is summed in float32: a prompt's keys get one from each answer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, layout: Varlen, sco
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scores: Scores) -> Tensor:
-    """Attention by flex_attention with a block mask; (1, N, H, V). Compiled on a GPU; a CPU has no backward pass for it."""
+    """Attention by flex_attention with a block mask; (1, N, H, V). Compiled on a GPU; on a CPU it has no gradient."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     result, aux = _flex_kernel(query.device.type)(

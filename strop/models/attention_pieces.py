@@ -1,7 +1,8 @@
-"""Attention over segments as one call of PyTorch's attention a segment: right on every device, and the fast way on a CPU.
+"""Attention over segments, one call of PyTorch's attention a segment: right on every device, and fast on a CPU.
 
-A dense mask over a stream of N tokens costs N * N whatever it holds. Here each stretch of queries meets only the keys it
-can see, so a stream of S equal segments costs 1/S of that, and nothing but a small mask of continued segments is built.
+A dense mask over a stream of N tokens costs N * N whatever it holds. Here each stretch of queries meets only the keys
+it can see, so a stream of S equal segments costs 1/S of that, and no mask is built but a small one for continued
+segments and windows.
 
 Shapes: query (1, H, N, D), key (1, K, N, D), value (1, K, N, V), the result (1, N, H, V); H is a multiple of K.
 """
@@ -155,7 +156,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """Attention written out, for score functions no fused kernel knows; softmax in float32. (B, H, n, V).
+    """Attention written out, for scores no fused kernel knows; softmax in float32 or finer. (B, H, n, V).
 
     `mask`, broadcast to (B, H, n, keys), is additive or boolean (True: seen); None is causal.
     """
@@ -164,15 +165,13 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     scaling = size**-0.5 if scores.scaling is None else scores.scaling
     # all query heads of a key head as one matrix, so that keys and values are never repeated
     logits = query.reshape(batch, groups, -1, size) @ key.transpose(-1, -2) * scaling
-    logits = logits.view(batch, heads, rows, -1).float()
+    logits = logits.view(batch, heads, rows, -1).to(torch.promote_types(logits.dtype, torch.float32))
     if scores.softcap is not None:
         logits = torch.tanh(logits / scores.softcap) * scores.softcap
     if mask is None:
         mask = visible(rows, logits.shape[-1] - rows, None, logits.device)
-    if mask.dtype == torch.bool:
-        logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
-    else:
-        logits = logits + mask
+    far = torch.finfo(logits.dtype).min  # finite: a row of padding sees nothing
+    logits = logits.masked_fill(~mask, far) if mask.dtype == torch.bool else logits + mask
     weights = _softmax(logits, scores.sinks)
     weights = F.dropout(weights, scores.dropout, training=scores.dropout > 0).to(value.dtype)
     result = weights.view(batch, groups, -1, weights.shape[-1]) @ value
@@ -182,5 +181,5 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     if sinks is None:
         return logits.softmax(-1)
-    column = sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+    column = sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
     return torch.cat([logits, column], dim=-1).softmax(-1)[..., :-1]

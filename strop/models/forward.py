@@ -1,13 +1,14 @@
 """The one call of a model in training, and the choice of layout it is called with.
 
-`choose_layout` says which layout a model can take, `use_packed_attention` prepares it for the packed one, `forward` calls
-it with whatever a batch of that layout holds.
+`choose_layout` says which layout a model can take, `use_packed_attention` prepares it for the packed one, `forward`
+calls it with whatever a batch of that layout holds.
 """
 
 import inspect
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -122,10 +123,8 @@ def _has_window(config) -> bool:
 
 
 def _hands_window_to_attention(base: PreTrainedModel) -> bool:
-    return (
-        re.search(r"\bsliding_window=(self\.|getattr\(self)", inspect.getsource(inspect.getmodule(type(base))))
-        is not None
-    )  # type: ignore
+    source = Path(inspect.getfile(type(base))).read_text(encoding="utf-8")
+    return re.search(r"\bsliding_window=(self\.|getattr\(self)", source) is not None
 
 
 def _adapter_obstacle(model: nn.Module) -> str | None:

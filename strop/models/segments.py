@@ -36,16 +36,14 @@ class Segments:
     def __post_init__(self):
         if len(self.lengths) != len(self.parents):
             raise ValueError(
-                f"{len(self.lengths)} segment lengths but {len(self.parents)} parents: one parent each, or -1"
+                f"{len(self.lengths)} segment lengths but {len(self.parents)} parents: give each segment one, or -1"
             )
         for i, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True)):
             if length < 1:
-                raise ValueError(
-                    f"segment {i} has {length} tokens; empty segments have no place in a stream, drop them"
-                )
+                raise ValueError(f"segment {i} has {length} tokens: a stream has no place for empty ones. Drop them")
             if not -1 <= parent < i:
                 raise ValueError(
-                    f"segment {i} names segment {parent} as its parent; a parent must stand before its children"
+                    f"segment {i} names segment {parent} as its parent: a parent must stand before its children"
                 )
 
     @cached_property
