@@ -74,14 +74,14 @@ def test_old_and_new_with_the_same_value_agree():
 
 
 def test_unknown_options_name_the_nearest():
-    with pytest.raises(TypeError, match="SFTConfig has no option 'learning_rte'. Did you mean 'learning_rate'"):
+    with pytest.raises(TypeError, match=r"SFTConfig has no option 'learning_rte'\. Did you mean 'learning_rate'"):
         SFTConfig(learning_rte=1e-5)
 
 
 def test_old_options_of_the_data_and_the_schedule_reach_their_fields():
     with pytest.warns(FutureWarning):
         args = SFTConfig(use_cpu=True, evaluation_strategy="epoch", warmup_ratio=0.1, group_by_length=True)
-    assert (args.eval_strategy.value, args.warmup_steps, args.train_sampling_strategy) == ("epoch", 0.1, "group_by_length")
+    assert (args.eval_strategy, args.warmup_steps, args.train_sampling_strategy) == ("epoch", 0.1, "group_by_length")
 
 
 @accepts_old_names

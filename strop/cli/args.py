@@ -17,8 +17,6 @@ from strop.cli.fields import Option, options_of
 from strop.cli.yaml_config import Setting
 from strop.compat import OLD_NAMES, renamed, suggestion
 
-YES_NO = {"yes": True, "on": True, "no": False, "off": False}
-
 
 class Options:
     """The options of a command, grouped by owner.
@@ -123,7 +121,7 @@ class Options:
         if option.is_list and not isinstance(value, list):
             value = [value]
         if isinstance(value, str):
-            value = YES_NO.get(value, value) if option.kinds == (bool,) else option.spelt(value)
+            value = option.spelt(value)
         try:
             return self._collapsed(name, self.parser.parse_object({name: value}, defaults=False)[name])
         except argparse.ArgumentError as error:
@@ -141,7 +139,8 @@ class Options:
         if not flags:
             return f"{words[0]!r} is not an option; options are written as --name value."
         known = [f"--{name}" for name in self.names]
-        return " ".join(f"unknown option {flag}.{suggestion(flag.replace('-', '_'), known)}" for flag in flags)
+        hints = [suggestion("--" + flag[2:].replace("-", "_"), known) for flag in flags]
+        return " ".join(f"unknown option {flag}.{hint}" for flag, hint in zip(flags, hints, strict=True))
 
     def _explained(self, message: str) -> str:
         """jsonargparse's message for a bad value as one line: option, value, and what it takes."""

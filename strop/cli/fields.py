@@ -11,8 +11,8 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-KINDS = {int: "integer", float: "number", str: "text", bool: "true|false", dict[str, Any]: "JSON"}
-"""What a value on the command line may be -> how help and errors call it."""
+KINDS = {int: "integer", float: "number", bool: "true|false", dict[str, Any]: "JSON", str: "text"}
+"""What a value on the command line may be -> how help and errors call it. The first that fits is taken."""
 
 
 @dataclass(frozen=True)

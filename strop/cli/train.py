@@ -174,8 +174,8 @@ def data_sets(script: Any, mixture: Any, args: Any) -> tuple[Any, Any]:
     evaluates = args.do_eval or str(args.eval_strategy.value) != "no"
     if mixture.datasets and script.dataset_name:
         raise ValueError(
-            f"dataset_name={script.dataset_name!r} and a mixture of {len(mixture.datasets)} datasets are both given; keep "
-            "one of them."
+            f"dataset_name={script.dataset_name!r} and a mixture of {len(mixture.datasets)} datasets are both given; "
+            "keep one of them."
         )
     if mixture.datasets:
         return mixed(mixture, evaluates)

@@ -80,9 +80,11 @@ def test_a_copy_keeps_what_it_does_not_change():
     assert (args.output_dir, args.packing, args.seed, args.max_length) == ("out", True, 7, 5)
 
 
-@pytest.mark.parametrize("device", [("cuda", "bf16", (True, False)), ("cuda", "fp16", (False, True)), ("cpu", "no", (False, False))])
-def test_the_device_decides_the_precision(monkeypatch, device):
-    kind, native, expected = device
+@pytest.mark.parametrize(
+    ("kind", "native", "expected"),
+    [("cuda", "bf16", (True, False)), ("cuda", "fp16", (False, True)), ("cpu", "no", (False, False))],
+)
+def test_the_device_decides_the_precision(monkeypatch, kind, native, expected):
     monkeypatch.setattr(SFTConfig, "device_type", kind)
     monkeypatch.setattr(config_module, "mixed_precision_of", lambda device_type: native)
     args = SFTConfig.__new__(SFTConfig)
@@ -202,7 +204,8 @@ def test_json_neither_shows_nor_invents_a_token():
 
 def test_to_dict_leaves_the_config_as_it_is():
     quantization = transformers.BitsAndBytesConfig(load_in_8bit=True)
-    args = SFTConfig("out", use_cpu=True, model_init_kwargs={"quantization_config": quantization, "dtype": torch.bfloat16})
+    init = {"quantization_config": quantization, "dtype": torch.bfloat16}
+    args = SFTConfig("out", use_cpu=True, model_init_kwargs=init)
     assert args.to_dict()["model_init_kwargs"]["dtype"] == "bfloat16"
     assert args.model_init_kwargs["quantization_config"] is quantization
     assert args.model_init_kwargs["dtype"] is torch.bfloat16
