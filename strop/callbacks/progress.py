@@ -243,10 +243,9 @@ def metrics_table(logs: dict[str, Any]) -> Table:
 
 def shown(value: Any) -> str:
     """A metric's value in few characters: four digits that count."""
-    number = float(value) if isinstance(value, str) and value.replace(".", "", 1).isdigit() else value
-    if isinstance(number, float):
-        return f"{int(number):,}" if number.is_integer() and abs(number) >= 1000 else f"{number:.4g}"
-    return f"{number:,}" if isinstance(number, int) and not isinstance(number, bool) else str(number)
+    if isinstance(value, float):
+        return f"{int(value):,}" if value.is_integer() and abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def duration(seconds: float) -> str:

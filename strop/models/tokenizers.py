@@ -112,7 +112,7 @@ def grow_embeddings(model: nn.Module, num_tokens: int, multiple: int | None) -> 
 
 
 def unseen_token_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> list[int]:
-    """Ids of the tokens added to the tokenizer that was saved beside the model's weights; empty for any other tokenizer.
+    """Ids of the tokens added to the tokenizer that was saved beside the model's weights; empty for any other one.
 
     The saved one is looked for in the model's folder or the cache, without a network.
     """

@@ -7,8 +7,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from strop.models.adapters import apply_peft, base_model, is_peft, load_adapter, trainable_summary
-from strop.models.load import load_model
 from strop.models.arguments import ModelInitArguments
+from strop.models.load import load_model
 
 IDS = torch.arange(12)[None]
 
@@ -188,9 +188,9 @@ def test_an_adapters_folder_loads_with_its_base_and_trains_on(tmp_path, tiny_fol
 
 
 def test_summary_counts(tiny_llama):
-    """q_proj (32 -> 32) and v_proj (32 -> 16) of two layers at rank 4: 2 x (4 x 64 + 4 x 48) = 896.
+    """LoRA on q (32 -> 32) and v (32 -> 16) of two layers, rank 4: 2 x (4 x 64 + 4 x 48) = 896.
 
-    Base: embedding and head 2 x 400 x 32, two layers of q, o 2 x 32 x 32, k, v 2 x 16 x 32, MLP 3 x 64 x 32 and norms 64,
+    Base: embedding and head 2 x 400 x 32, two layers of q, o 2 x 32 x 32, k, v 2 x 16 x 32, MLP 3 x 64 x 32, norms 64,
     and a last norm of 32: 25,600 + 2 x 9,280 + 32 = 44,192.
     """
     assert trainable_summary(apply_peft(tiny_llama, lora())) == "trains 896 of 45,088 parameters (1.99 %)"

@@ -63,7 +63,7 @@ def test_unknown_dtype_names_the_nearest(dtype, nearest):
 
 
 def test_integers_are_no_dtype_of_weights():
-    with pytest.raises(ValueError, match="unknown dtype torch.int8"):
+    with pytest.raises(ValueError, match=r"unknown dtype torch\.int8"):
         resolve_dtype(torch.int8)
 
 
@@ -108,7 +108,7 @@ def test_a_ready_model_is_returned_as_it_is(tiny_llama):
 def test_options_of_loading_are_refused_for_a_ready_model(tiny_llama):
     with pytest.raises(ValueError, match=r"model_init_kwargs=\{'dtype': 'bf16'\} can't apply"):
         load_model(tiny_llama, args(dtype="bf16"))
-    with pytest.raises(ValueError, match="quantization_config can't apply"):
+    with pytest.raises(ValueError, match=r"quantization_config can't apply"):
         load_model(tiny_llama, args(), quantization_config=BitsAndBytesConfig(load_in_8bit=True))
 
 
@@ -132,7 +132,9 @@ def test_a_folder_without_model_says_what_it_holds(tmp_path):
 
 
 def test_a_hub_id_fails_at_once_without_access():
-    with pytest.raises(ValueError, match=r"'some/model' is neither a folder here nor a model in the cache.*hf download"):
+    with pytest.raises(
+        ValueError, match=r"'some/model' is neither a folder here nor a model in the cache.*hf download"
+    ):
         load_model("some/model", args())
 
 
@@ -143,7 +145,7 @@ def test_an_unknown_option_is_named(tiny_folder):
 
 def test_a_folder_without_tokenizer_asks_for_one(tmp_path, tiny_llama):
     tiny_llama.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no tokenizer could be loaded from .*processing_class"):
+    with pytest.raises(ValueError, match=r"no tokenizer could be loaded from .*processing_class"):
         load_tokenizer(str(tmp_path), args())
 
 
@@ -229,7 +231,7 @@ def gguf_tensors(model):
 
 
 def test_a_gguf_file_becomes_a_plain_model(gguf_file, tmp_path, tiny_llama):
-    """A block of 32 has steps of max |w| / 127, kept in float16 (2^-11): an element is off by (1/2 + 127 / 2^11) steps."""
+    """Blocks of 32 have steps of max |w| / 127, kept in float16: an element is off by 1/2 + 127 / 2^11 steps."""
     model = load_model(str(gguf_file), args())
     assert type(model) is LlamaForCausalLM
     assert {p.dtype for p in model.parameters()} == {torch.float32}

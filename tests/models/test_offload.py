@@ -75,7 +75,7 @@ def test_neither_weights_nor_logits_nor_small_tensors_travel(tiny_llama, ids):
 class Chain(nn.Module):
     """x -> exp of exp of ... x: every step saves its output, which is the next one's input."""
 
-    class config:  # noqa: N801
+    class config:
         @staticmethod
         def get_text_config():
             return type("config", (), {"vocab_size": -1})
@@ -89,7 +89,7 @@ class Chain(nn.Module):
 
 
 def test_the_backward_pass_fetches_ahead(ids):
-    """sin saves its input, exp its output, and a step's output is the next one's input: depth + 1 tensors, the last first."""
+    """sin saves its input, exp its output, and one step's output is the next one's input: depth + 1 tensors."""
     mover = Copies()
     x = torch.randn(256, requires_grad=True)
     with OffloadActivations(Chain(), "cpu", mover):
@@ -137,5 +137,5 @@ def test_nothing_is_held_after_a_step(tiny_llama, ids):
 
 
 def test_a_cpu_is_refused(tiny_llama):
-    with pytest.raises(ValueError, match="activation_offloading=True .*this run is on a CPU"):
+    with pytest.raises(ValueError, match=r"activation_offloading=True .*this run is on a CPU"):
         OffloadActivations(tiny_llama, "cpu")

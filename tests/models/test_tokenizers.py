@@ -57,7 +57,7 @@ def test_tokens_outside_the_vocabulary_are_refused_with_the_nearest(tokenizer):
 
 def test_without_padding_and_end_token_the_option_is_named(tokenizer):
     tokenizer.pad_token = tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="neither a padding nor an end-of-sequence token.*pad_token="):
+    with pytest.raises(ValueError, match=r"neither a padding nor an end-of-sequence token.*pad_token="):
         prepare_tokenizer(tokenizer, args())
 
 
