@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from datasets import Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict, List, Value
 from datasets.fingerprint import Hasher
 
@@ -65,7 +64,8 @@ def pack_dataset(
     """
     window = _check_arguments(seq_length, strategy, map_kwargs or {})
     if isinstance(dataset, DatasetDict | IterableDatasetDict):
-        return type(dataset)({k: pack_dataset(part, seq_length, strategy, map_kwargs) for k, part in dataset.items()})
+        parts: dict[Any, Any] = dict(dataset)
+        return type(dataset)({k: pack_dataset(part, seq_length, strategy, map_kwargs) for k, part in parts.items()})
     if isinstance(dataset, IterableDataset):
         return _pack_stream(dataset, seq_length, strategy, window or STREAM_WINDOW)
     return _pack_whole(dataset, seq_length, strategy, window)
@@ -352,8 +352,8 @@ def _check_columns(table: pa.Table) -> None:
 class _Column:
     """One column: the flat values of each of its chunks, and where in its chunk each document starts."""
 
-    def __init__(self, chunks: list[pa.Array]) -> None:
-        lengths = [pc.fill_null(pc.list_value_length(chunk), 0).to_numpy().astype(np.int64) for chunk in chunks]
+    def __init__(self, chunks: list[Any]) -> None:
+        lengths = [chunk.value_lengths().fill_null(0).to_numpy().astype(np.int64) for chunk in chunks]
         self.lengths = np.concatenate([np.empty(0, np.int64), *lengths])
         self.starts = np.concatenate([np.empty(0, np.int64), *(_offsets(chunk)[:-1] for chunk in lengths)])
         values = [chunk.flatten() for chunk in chunks]
