@@ -104,7 +104,8 @@ def _config_obstacle(base: PreTrainedModel) -> str | None:
     name, config = type(base).__name__, base.config
     if config.sub_configs:
         return f"{name} reads more than text"
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
+    looks_ahead = any(getattr(module, "is_causal", True) is False for module in base.modules())
+    if looks_ahead or not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
         return f"{name} attends to later tokens"
     if getattr(config, "alibi", False):
         return f"{name} biases its scores by distance in the stream (ALiBi)"
