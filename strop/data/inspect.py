@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from strop.data.collate import IGNORE, TokenRow, collate
+from strop.data.chat import ChatTemplate
+from strop.data.collate import IGNORE, SupervisedCollator
+from strop.data.turns import assistant_spans
 
 Mark = Literal["trained", "context", "pad"]
 Stop = Literal["trained", "not trained", "absent", "nothing trained"]
@@ -95,7 +97,7 @@ def explain_row(
 ) -> ExplainedRow:
     """One prepared row, explained."""
     ids, segments = list(row["input_ids"]), list(row.get("seq_lengths") or [len(row["input_ids"])])
-    trained = trained_tokens(ids, list(row["labels"]), segments)
+    trained = trained_tokens(row, segments)
     parts = [(ids[start:end], trained[start:end]) for start, end in pairwise(accumulate(segments, initial=0))]
     num_padding = count_padding(ids, trained, tokenizer)
     return ExplainedRow(
@@ -110,13 +112,10 @@ def explain_row(
     )
 
 
-def trained_tokens(input_ids: list[int], labels: list[int], segments: list[int]) -> list[int]:
-    """1 where the loss counts, by the collator: where there is a label and, in the same segment, a token before."""
-    spans = [slice(start, end) for start, end in pairwise(accumulate(segments, initial=0)) if start < end]
-    if not spans:
-        return []
-    mask = collate([TokenRow(input_ids[s], labels[s]) for s in spans], "padded", 0)["completion_mask"]
-    return [int(t) for line, s in zip(mask, spans, strict=True) for t in line[: s.stop - s.start]]
+def trained_tokens(row: Mapping[str, Any], segments: list[int]) -> list[int]:
+    """1 where the loss counts: where the trainer's collator finds a label and, in the same segment, a token before."""
+    mask = SupervisedCollator(pad_token_id=0, layout="padded")([dict(row)])["completion_mask"].tolist()
+    return [on for line, length in zip(mask, segments, strict=True) for on in line[:length]]
 
 
 def count_padding(input_ids: list[int], trained: list[int], tokenizer: PreTrainedTokenizerBase) -> int:
@@ -166,6 +165,28 @@ def warnings_about(
         yield f"{unknown} tokens are {tokenizer.unk_token!r}: text that the tokenizer can't spell"
     if num_padding:
         yield f"ends in {num_padding} padding tokens: the trainer pads by itself, so they cost time only"
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What ends an answer: the end-of-sequence token, and the token that the chat template puts after an answer."""
+    end: Any = tokenizer.eos_token_id
+    return sorted({index for index in (end, end_of_turn(tokenizer)) if index is not None})
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The added token that the chat template puts after an answer; None without one, or where it can't be told."""
+    if not tokenizer.chat_template:
+        return None
+    answer = "An answer."
+    messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
+    template = ChatTemplate(tokenizer)
+    try:
+        text, (span,), _ = assistant_spans(template.conversation({}), messages)
+    except ValueError:  # a template that some rows can do without need not take these messages
+        return None
+    marker = text[slice(*span)].partition(answer)[2].strip()
+    added: dict[str, int] = tokenizer.get_added_vocab()  # type: ignore[operator]
+    return added.get(marker) if marker else None
 
 
 # Tokens as text

@@ -1,5 +1,6 @@
 """What is shown is what is trained: marks come from the collator, and token texts add up to the row's text."""
 
+import copy
 import io
 import json
 from html.parser import HTMLParser
@@ -17,6 +18,7 @@ from strop.data.inspect import (
     explain,
     from_byte_alphabet,
     stop_state,
+    stop_token_ids,
     token_texts,
     visible,
 )
@@ -109,6 +111,17 @@ def test_special_and_word_tokens_are_shown_as_they_are(word_tokenizer):
 )
 def test_whether_the_model_learns_to_stop(ids, trained, expected):
     assert stop_state(ids, trained, {END}) == expected
+
+
+def test_the_templates_end_of_turn_stops_an_answer_like_the_end_of_sequence(bpe_tokenizer):
+    tokenizer = copy.deepcopy(bpe_tokenizer)
+    assert stop_token_ids(tokenizer) == [END]
+    tokenizer.eos_token = "<|endoftext|>"  # as base models have it whose template is ChatML
+    assert stop_token_ids(tokenizer) == [PAD, END]
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    assert stop_token_ids(tokenizer) == [PAD]
+    tokenizer.chat_template = None
+    assert stop_token_ids(tokenizer) == [PAD]
 
 
 def test_padding_is_told_from_a_stop_token_of_the_same_id(bpe_tokenizer, word_tokenizer):
