@@ -59,11 +59,24 @@ def repair_gguf_tokenizer(tokenizer: PreTrainedTokenizerFast, file: Path) -> Pre
 
 def splitting_rule(file: Path) -> str | None:
     """Name of the rule by which a byte-level vocabulary's text is cut, as the file has it; None if it has none."""
+    fields = read_gguf(file).fields
+    if "tokenizer.ggml.pre" not in fields or fields["tokenizer.ggml.model"].contents() != "gpt2":
+        return None
+    return fields["tokenizer.ggml.pre"].contents()
+
+
+def read_gguf(file: Path):
+    """A `gguf.GGUFReader` of the file. Raises ValueError if the gguf package is missing."""
     try:
         from gguf import GGUFReader
     except ImportError as error:
         raise ValueError(f"reading {file.name} needs the gguf package: pip install strop[gguf]") from error
-    fields = GGUFReader(file).fields
-    if "tokenizer.ggml.pre" not in fields or fields["tokenizer.ggml.model"].contents() != "gpt2":
-        return None
-    return fields["tokenizer.ggml.pre"].contents()
+    return GGUFReader(file)
+
+
+def dequantized(tensor):
+    """The values of a reader's tensor as a writable float32 array."""
+    import numpy as np
+    from gguf.quants import dequantize
+
+    return np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)

@@ -100,10 +100,11 @@ def _rename_into_place(made: Path, folder: Path) -> None:
 
 def convert_llama_gguf(gguf_path: Path, folder: Path) -> None:
     """Write the Llama in the GGUF file to `folder` as transformers reads it: config, bfloat16 weights, tokenizer."""
-    from gguf import GGUFReader
     from safetensors.torch import save_file
 
-    reader = GGUFReader(gguf_path)
+    from strop.models.gguf import read_gguf
+
+    reader = read_gguf(gguf_path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     folder.mkdir(parents=True)
     save_file(_weights(reader, fields), folder / "model.safetensors", metadata={"format": "pt"})
@@ -112,14 +113,14 @@ def convert_llama_gguf(gguf_path: Path, folder: Path) -> None:
 
 
 def _weights(reader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    import numpy as np
     import torch
-    from gguf.quants import dequantize
+
+    from strop.models.gguf import dequantized
 
     num_heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
     weights = {}
     for tensor in reader.tensors:
-        weight = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        weight = dequantized(tensor)
         kind = tensor.name.split(".")[-2]
         if kind in num_heads:
             weight = unpermute(weight, num_heads[kind])
