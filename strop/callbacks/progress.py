@@ -91,12 +91,13 @@ class RichProgressCallback(TrainerCallback):
             self.last_shown = self.clock()
             self.open().begin(self.speed)
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.speed is None:
-            return
-        self.speed.step = state.global_step
-        if self.open().wants_step(self.clock() - self.last_shown):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.speed is not None and self.open().wants_step(self.clock() - self.last_shown):
             self.show({})
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.speed is not None:
+            self.speed.step = state.global_step
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs:

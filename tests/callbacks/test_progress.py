@@ -44,7 +44,6 @@ def test_lines_of_a_run(clock, capsys):
         "train 0/100 | start",
         "train 10/100 | loss 1.235 | learning_rate 2e-05 | num_tokens 5,000 | 250 tokens/s | 3:00 left",
         "eval 10/100 | eval_loss 1.5 | 250 tokens/s | 3:00 left",
-        "train 100/100 | 250 tokens/s | 0:00 left",
         "train 100/100 | done in 3:20",
     ]
 
@@ -53,6 +52,7 @@ def test_silence_is_broken_every_half_minute(clock, capsys):
     progress = RichProgressCallback(live=False, clock=clock)
     progress.on_train_begin(None, state(), None)
     for step in range(1, 8):
+        progress.on_step_begin(None, state(step - 1), None)
         clock.now += 10.0
         progress.on_step_end(None, state(step), None)
     lines = capsys.readouterr().err.splitlines()
@@ -75,6 +75,7 @@ def test_only_the_main_process_shows_anything(clock, capsys):
     progress.on_train_begin(None, state(main=False), None)
     clock.now = 60.0
     progress.on_step_end(None, state(1, main=False), None)
+    progress.on_step_begin(None, state(1, main=False), None)
     progress.on_log(None, state(1, main=False), None, logs={"loss": 1.0})
     progress.on_train_end(None, state(1, main=False), None)
     assert capsys.readouterr() == ("", "")
@@ -96,6 +97,7 @@ def test_the_panel_on_a_terminal(clock, monkeypatch):
     progress.on_train_begin(None, state(), None)
     clock.now = 20.0
     progress.on_step_end(None, state(10), None)
+    progress.on_step_begin(None, state(10), None)
     progress.on_log(None, state(10), None, logs={"loss": 1.23456, "rewards/chosen": 0.5, "num_tokens": 5000})
     progress.on_prediction_step(None, state(10), None, eval_dataloader=[1, 2, 3])
     progress.view.live.refresh()
