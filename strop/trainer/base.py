@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from strop.callbacks.progress import install_progress
 from strop.data.collate import Batch, as_batch, keep_examples
@@ -86,11 +86,16 @@ class BaseTrainer(transformers.Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The micro-batches of one optimizer step, and its counts. transformers calls this once a step."""
+        if self.state.global_step >= self.state.max_steps:  # a finished run was resumed; transformers would do a step more
+            return [], None
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not self._uses_loss or not batches:
             return batches, num_items
         batches = [self.read(batch) for batch in batches]
         batches[-1] = self._without_repeats(batches[-1], self.args.per_device_train_batch_size)
+        # a stream that ends within a step: transformers would leave the step open, so it gets batches without a loss
+        batches += [keep_examples(batches[-1], 0)] * (num_batches - len(batches))
+        self.meter.num_batches += num_batches
         counts, num_tokens = self._count_over_ranks(batches)
         self.meter.num_tokens += num_tokens
         self.meter.window.add({"loss": (0.0, float(self.is_world_process_zero()))})
@@ -168,6 +173,16 @@ class BaseTrainer(transformers.Trainer):
                 self.state.max_steps,
             )
         return output._replace(training_loss=output.metrics["train_loss"])
+
+    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial):
+        """Where to go on: for a stream, whose length can't tell, where the checkpoint says it was."""
+        place = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        counters = self.state.stateful_callbacks.get(RunMeter.__name__, {}).get("attributes")
+        if resume_from_checkpoint is None or has_length(self.train_dataset) or self.args.ignore_data_skip or not counters:
+            return place
+        return counters["epoch"], counters["num_batches"]
 
     def _save_checkpoint(self, model, trial):
         """Write the checkpoint where no one looks for it, then give it its name."""

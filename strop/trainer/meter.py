@@ -50,6 +50,8 @@ def means(sums: Mapping[str, list[float]]) -> dict[str, float]:
 class RunMeter(TrainerCallback, ExportableState):
     """The training metrics of a run, part of its checkpoints: a resumed run logs what the uninterrupted one would have."""
 
+    COUNTERS = ("num_tokens", "loss_sum", "epoch", "num_batches")
+
     def __init__(self):
         self.window = WeightedSums()
         """Since the last log. "loss" has one unit of weight an optimizer step."""
@@ -57,15 +59,24 @@ class RunMeter(TrainerCallback, ExportableState):
         """Tokens the model has read in training, all ranks together."""
         self.loss_sum = 0.0
         """Sum of the losses of all steps already logged."""
+        self.epoch = 0
+        """Which pass over the data is running."""
+        self.num_batches = 0
+        """Micro-batches of it that are trained. A stream knows no length to tell either by."""
 
     def state(self) -> dict[str, Any]:
-        attributes = {"sums": self.window.totals(1), "num_tokens": self.num_tokens, "loss_sum": self.loss_sum}
-        return {"args": {}, "attributes": attributes}
+        counters = {name: getattr(self, name) for name in self.COUNTERS}
+        return {"args": {}, "attributes": {"sums": self.window.totals(1), **counters}}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())["attributes"]
-        self.window = WeightedSums(saved["sums"] if state.is_world_process_zero else {})
-        self.num_tokens, self.loss_sum = saved["num_tokens"], saved["loss_sum"]
+        new = RunMeter().state()
+        saved = state.stateful_callbacks.setdefault(type(self).__name__, new) if state.global_step else new
+        self.window = WeightedSums(saved["attributes"]["sums"] if state.is_world_process_zero else {})
+        for name in self.COUNTERS:
+            setattr(self, name, saved["attributes"][name])
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.epoch, self.num_batches = self.epoch + 1, 0
 
     def collect(self, num_processes: int, is_main: bool) -> None:
         """Before a checkpoint: the main rank, which writes it, takes over what the others have. Every rank must call it."""

@@ -26,11 +26,23 @@ def check_datasets(train_dataset: Any, eval_dataset: Any, args: Any) -> None:
         raise ValueError(
             f"train_dataset is a dictionary of {sorted(train_dataset)}; pass one of them, e.g. train_dataset=data['train']"
         )
+    if isinstance(train_dataset, ITERABLE) or isinstance(eval_dataset, ITERABLE):
+        _let_every_rank_read_for_itself(args)
     if isinstance(train_dataset, ITERABLE) and args.max_steps <= 0:
         raise ValueError(
             "the train_dataset is a stream whose length isn't known, so the run needs an end: set max_steps (one epoch of n rows "
             f"is n / {args.per_device_train_batch_size * args.gradient_accumulation_steps} steps on one device)"
         )
+
+
+def _let_every_rank_read_for_itself(args: Any) -> None:
+    """Streams are not read by one process that cuts its batches for the others: packed batches can't be cut like that."""
+    if args.accelerator_config.dispatch_batches:
+        raise ValueError(
+            "accelerator_config has dispatch_batches=True, which cuts the batches of a stream along their first axis, but rows of a "
+            "packed batch stand one after another; leave it unset"
+        )
+    args.accelerator_config.dispatch_batches = False
 
 
 def ready_tokenizer(

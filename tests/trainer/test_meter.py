@@ -38,7 +38,7 @@ def test_a_restart_in_the_middle_of_a_window_changes_nothing():
     whole, before, after = RunMeter(), RunMeter(), RunMeter()
     measure(whole, range(1, 6))
     measure(before, range(1, 4))
-    state = SimpleNamespace(stateful_callbacks={"RunMeter": before.state()}, is_world_process_zero=True)
+    state = SimpleNamespace(stateful_callbacks={"RunMeter": before.state()}, is_world_process_zero=True, global_step=3)
     after.on_train_begin(None, state, None)
     measure(after, range(4, 6))
     assert after.drain(1) == whole.drain(1)
