@@ -1,9 +1,9 @@
-"""Scores of target tokens under a language-model head, without a life-long (tokens x vocabulary) tensor.
+"""Scores of target tokens under a language-model head, a tile of tokens at a time.
 
 M tokens, hidden size D, vocabulary V. A head gives raw logits, the model may scale and cap them, a temperature divides:
 
     z = softcap * tanh(scale * (h W^T + b) / softcap) / temperature        (M, V)
-    logp = z[target] - logsumexp(z)      entropy = logsumexp(z) - sum_v p_v z_v      mean_logp = mean_v z_v - logsumexp(z)
+    lse = logsumexp(z)    logp = z[target] - lse    entropy = lse - sum_v p_v z_v    mean_logp = mean_v z_v - lse
 
 Matrix products run in the head's (or autocast's) dtype, everything after them in float32 (float64 for a float64 head).
 Tokens are scored in tiles. A tile's logits turn in place into e = exp(z - max z), the one buffer that forward and
@@ -300,9 +300,8 @@ class _Products:
 def _score_tiles(
     products: _Products, targets: Tensor, scoring: Scoring, *, keep: bool = False, expect: bool = False
 ) -> tuple[RowStatistics, list[Tensor], Tensor | None]:
-    """Statistics of all rows; with `keep` the first tiles' e, as many as the budget allows; with `expect` sum_v p_v W_v.
-
-    The latter (M, D) is all that the gradient for hidden states needs, so a frozen head keeps and repeats nothing.
+    """Statistics of all rows; with `keep` the e of the first tiles, as many as the budget allows; with `expect`
+    sum_v p_v W_v (M, D), which is all that the gradient for hidden states needs: a frozen head keeps and repeats nothing.
     """
     weight = products.weight
     rows = RowStatistics.empty(len(targets), weight, _statistics_dtype(products.dtype), scoring)

@@ -63,8 +63,8 @@ def logps(
         output = forward(model, batch)
     if len(scorer.results) != 1:
         raise ValueError(
-            f"{type(base).__name__} called its output embedding {len(scorer.results)} times in one forward pass, so strop "
-            "can't tell which hidden states predict the next token. Use a model whose forward calls it once"
+            f"{type(base).__name__} called its output embedding {len(scorer.results)} times in one forward pass, so it "
+            "can't be told which hidden states predict the next token. Use a model whose forward calls it once"
         )
     _verify_transform(base, output.logits)
     # the loss must depend on the model's output: sharded models fetch weights for backward when a gradient reaches it
@@ -93,8 +93,8 @@ def _verify_transform(base: nn.Module, logits: Tensor) -> None:
     lowest, highest = logits.detach().float().aminmax()
     if not max(abs(lowest.item() - expected), abs(highest.item() - expected)) <= 1e-2 * abs(expected):
         raise ValueError(
-            f"{type(base).__name__} turns a logit of {PROBE} into {lowest.item():.4g} to {highest.item():.4g}, but by its "
-            f"config it should be {expected:.4g}: log-probabilities would be wrong. strop knows logit_scale, "
+            f"{type(base).__name__} turns a logit of {PROBE} into {lowest.item():.4g} to {highest.item():.4g}, but by "
+            f"its config it should be {expected:.4g}: log-probabilities would be wrong. strop knows logit_scale, "
             "logits_scaling, output_multiplier, lm_head_multiplier and soft caps; drop what else the model does"
         )
     _verified.add(base)
@@ -104,8 +104,8 @@ def _output_embedding(base: nn.Module) -> nn.Module:
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None  # type: ignore[operator]
     if not isinstance(head, nn.Module):
         raise ValueError(
-            f"{type(base).__name__} has no output embedding (get_output_embeddings() gives {head!r}), so there is nothing "
-            "to take log-probabilities from. Load it with a language-model head, e.g. by AutoModelForCausalLM"
+            f"{type(base).__name__} has no output embedding (get_output_embeddings() gives {head!r}), so there is "
+            "nothing to take log-probabilities from. Load it with a language-model head, e.g. by AutoModelForCausalLM"
         )
     return head
 
@@ -131,6 +131,7 @@ class _HeadScorer:
             else:
                 self.head.forward = own
 
+    @torch.compiler.disable  # which tokens have a loss is data
     def __call__(self, hidden: Tensor) -> Tensor:
         """Score `hidden` (..., time, D); returns PROBE for every logit, (..., time, 1), in the graph of the scores."""
         mask = self.batch["completion_mask"].to(hidden.device).bool()

@@ -15,8 +15,10 @@ from strop.models.segments import Segments
 def neftune(model: nn.Module, batch: Mapping[str, Any], alpha: float) -> Iterator[None]:
     """Within it, `model` in training mode adds noise to the input embeddings of `batch`.
 
-    Each number is uniform within alpha / sqrt(L D), where L counts the tokens of the token's own row and D is the hidden
-    size: what else is in the batch, or in the same packed stream, changes nothing. Raises ValueError for alpha < 0.
+    Each number is uniform within alpha / sqrt(L D), where L counts the tokens of the token's own row and D is the
+    hidden size: what else is in the batch, or in the same packed stream, changes nothing.
+
+    Raises ValueError for alpha < 0.
     """
     if alpha < 0:
         raise ValueError(f"neftune_noise_alpha={alpha} is no size of noise; use a positive one (paper: 5 to 15)")
