@@ -196,7 +196,7 @@ def _check_sizes(config: DatasetMixtureConfig) -> None:
     first, size = next(iter(config.datasets), None), config.test_split_size
     if first and len(config.datasets) == 1 and first.fraction not in (None, 1):
         raise ValueError(
-            f"fraction={first.fraction} is a share of the mixture, of which {first.path} is all. For a part of its rows, "
+            f"fraction={first.fraction} is a share of the mixture, of which {first.path} is all. For part of its rows, "
             f"use rows: '{first.fraction:.0%}'."
         )
     if size is not None and size <= 0:

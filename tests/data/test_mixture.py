@@ -178,7 +178,7 @@ def test_what_was_taken_is_logged(source, caplog):
         ([], {}, "The mixture has no data sets"),
         ([{"fraction": 0.5}, {}], {}, "b.jsonl has no fraction, but other data sets of the mixture do"),
         ([{}, {"probability": 1}], {}, "a.jsonl has no probability"),
-        ([{"fraction": 0.5}], {}, r"a.jsonl is all\. For a part of its rows, use rows: '50%'"),
+        ([{"fraction": 0.5}], {}, r"a.jsonl is all\. For part of its rows, use rows: '50%'"),
         ([{"fraction": 0}, {"fraction": 0}], {}, "Every fraction is 0"),
         ([{"fraction": -1}, {"fraction": 1}], {}, "fraction=-1 is below 0"),
         ([{"fraction": 1, "rows": 2}], {}, "fraction and rows are different ways"),
