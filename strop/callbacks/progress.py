@@ -75,6 +75,7 @@ class RichProgressCallback(TrainerCallback):
             live = sys.stderr.isatty() if self.live is None else self.live
             self.view = PanelView() if live else LineView()
             atexit.register(self.close)
+            self.excepthook, sys.excepthook = sys.excepthook, self.fail
         return self.view
 
     def close(self) -> None:
@@ -82,7 +83,14 @@ class RichProgressCallback(TrainerCallback):
         if self.view is not None:
             self.view.close()
             atexit.unregister(self.close)
+            if sys.excepthook == self.fail:
+                sys.excepthook = self.excepthook
             self.view = None
+
+    def fail(self, *error: Any) -> None:
+        """Shows an error that ends the program on a terminal given back, not above a panel."""
+        self.close()
+        self.excepthook(*error)
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
@@ -224,10 +232,12 @@ def pace(speed: Speed, now: float) -> list[str]:
 
 
 def metrics_table(logs: dict[str, Any]) -> Table:
-    """The metrics of `logs` in columns by the part of their name before "/"; those without one come first."""
+    """The metrics of `logs` in columns by the part of their name before "/" or by "eval_"; first those without one."""
     groups: dict[str, list[tuple[str, Any]]] = {}
     for name, value in logs.items():
         prefix, _, rest = name.rpartition("/")
+        if not prefix and name.startswith("eval_"):
+            prefix, rest = "eval", name.removeprefix("eval_")
         groups.setdefault(prefix, []).append((rest, value))
     table = Table.grid(padding=(0, 3))
     cells = []

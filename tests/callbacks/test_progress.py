@@ -1,6 +1,7 @@
 """Progress: what a log file and a terminal show, by a clock of our own."""
 
 import io
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -110,6 +111,18 @@ def test_the_panel_on_a_terminal(clock, monkeypatch):
     assert progress.view is None
     assert "done in 0:20" in screen.getvalue()
     assert "\x1b[?25h" in screen.getvalue()  # the cursor is back
+
+
+def test_an_error_that_ends_the_program_finds_the_terminal_given_back(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append((error, progress.view)))
+    usual = sys.excepthook
+    progress = RichProgressCallback(live=False)
+    progress.on_train_begin(None, state(), None)
+    sys.excepthook(ValueError, ValueError("no"), None)
+    assert seen[0][0][0] is ValueError
+    assert seen[0][1] is None
+    assert sys.excepthook is usual
 
 
 def test_installed_in_place_of_the_usual_callbacks():
