@@ -6,7 +6,7 @@ the result: plain text, colour, JSON, and a page of HTML.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import accumulate, groupby, pairwise
 from typing import Any, Literal
@@ -15,6 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from strop.data.chat import ChatTemplate
 from strop.data.collate import IGNORE, SupervisedCollator
+from strop.data.formats import CHECKED_ROWS, detect
+from strop.data.recipe import Recipe, RowMaker
+from strop.data.report import GONE, Fate
 from strop.data.turns import assistant_spans
 
 Mark = Literal["trained", "context", "pad"]
@@ -78,18 +81,56 @@ def explain(
 ) -> list[ExplainedRow]:
     """The rows at `indices` of a prepared `dataset` (columns input_ids, labels, and seq_lengths if packed).
 
-    `stop_ids` end generation; the tokenizer's end-of-sequence token if not given. Raises ValueError for an index beyond
+    `stop_ids` end generation, those of `stop_token_ids` if not given. Raises ValueError for an index beyond
     the data set.
     """
-    end: Any = tokenizer.eos_token_id
-    known = {end} if stop_ids is None else set(stop_ids)
-    size = len(dataset)
+    known = set(stop_token_ids(tokenizer) if stop_ids is None else stop_ids)
+    return [explain_row(index, dataset[index], tokenizer, known) for index in checked(indices, len(dataset))]
+
+
+def explain_raw(
+    dataset: Any, tokenizer: PreTrainedTokenizerBase, args: Any, indices: Iterable[int]
+) -> list[ExplainedRow]:
+    """What becomes of the rows at `indices` of an unprepared `dataset`: none, one or several each.
+
+    `args` has the fields of DataArguments and TargetArguments. A row that preparation drops comes without tokens and
+    says why. Raises ValueError for an index beyond the data set and for rows that can't be prepared.
+    """
+    recipe = Recipe.of(args, packing=False)
+    first = [dataset[i] for i in range(min(CHECKED_ROWS, len(dataset)))]
+    maker = RowMaker(tokenizer, recipe, detect(first, recipe.text_field, "train"))
+    stop_ids = set(stop_token_ids(tokenizer))
     rows = []
+    for index in checked(indices, len(dataset)):
+        raw = dataset[index]
+        for piece in maker({name: [value] for name, value in raw.items()}, [index]).to_pylist():
+            fate, prepared = Fate(piece["fate"]), {"labels": piece["labels"], "input_ids": piece["input_ids"]}
+            row = dropped(index) if fate & GONE else explain_row(index, prepared, tokenizer, stop_ids)
+            notes = [text for flag, text in NOTES.items() if fate & flag]
+            rows.append(replace(row, raw=raw, num_cut=piece["lost"], warnings=[*notes, *row.warnings]))
+    return rows
+
+
+NOTES = {
+    Fate.DROPPED: 'dropped: longer than max_length, and overlong="drop"',
+    Fate.UNTRAINABLE: "dropped: no token to train is left of it within max_length",
+    Fate.MERGED: "one token holds the end of the prompt and the start of the completion; it is trained",
+    Fate.REWRITTEN: "the chat template renders earlier turns otherwise than the model will have said them",
+}
+"""What is worth saying about the fate of a row."""
+
+
+def dropped(index: int) -> ExplainedRow:
+    """A row of which nothing is trained."""
+    return ExplainedRow(index, [], [], [], num_padding=0, segments=[], stops=[], warnings=[])
+
+
+def checked(indices: Iterable[int], size: int) -> Iterator[int]:
+    """`indices`. Raises ValueError for one beyond a data set of `size` rows."""
     for index in indices:
         if not 0 <= index < size:
-            raise ValueError(f"there is no row {index}: the prepared data set has {size} rows, 0 to {size - 1}")
-        rows.append(explain_row(index, dataset[index], tokenizer, known))
-    return rows
+            raise ValueError(f"there is no row {index}: the data set has {size} rows, 0 to {size - 1}")
+        yield index
 
 
 def explain_row(
@@ -261,7 +302,7 @@ def headline(row: ExplainedRow) -> str:
     if row.num_cut:
         parts.append(f"TRUNCATED: {row.num_cut} tokens lost")
     stops = sorted(set(row.stops))
-    if stops != ["nothing trained"]:
+    if stops and stops != ["nothing trained"]:
         parts.append(f"stop token {' / '.join(stops)}")
     return "   ".join(parts)
 

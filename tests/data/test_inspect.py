@@ -3,11 +3,14 @@
 import copy
 import io
 import json
+from dataclasses import dataclass
 from html.parser import HTMLParser
 
 import pytest
+from datasets import Dataset
 from rich.console import Console
 
+from strop.data.arguments import DataArguments, PackingArguments, TargetArguments
 from strop.data.collate import TokenRow, collate
 from strop.data.inspect import (
     as_html,
@@ -16,12 +19,14 @@ from strop.data.inspect import (
     as_text,
     count_padding,
     explain,
+    explain_raw,
     from_byte_alphabet,
     stop_state,
     stop_token_ids,
     token_texts,
     visible,
 )
+from strop.data.prepare import prepare
 
 END = 2  # <|im_end|>, the tokenizers' end-of-sequence token
 PAD = 0  # <|endoftext|>
@@ -170,8 +175,39 @@ def test_unknown_tokens_are_counted(word_tokenizer):
     assert shown.warnings == ["2 tokens are '<unk>': text that the tokenizer can't spell"]
 
 
+@dataclass
+class Arguments(DataArguments, PackingArguments, TargetArguments):
+    pass
+
+
+def test_raw_rows_stand_beside_what_became_of_them(word_tokenizer):
+    raw = [
+        {"prompt": "is ice", "completion": " cold"},
+        {"prompt": "is fire hot", "completion": " fire is hot"},
+        {"prompt": "how how how how how how", "completion": " hot"},
+    ]
+    args = Arguments(max_length=5)
+    kept, cut, gone = explain_raw(raw, word_tokenizer, args, range(3))
+    assert [row.raw for row in (kept, cut, gone)] == raw
+    assert (kept.tokens, kept.trained) == (["is", "ice", "cold", "<|im_end|>"], [0, 0, 1, 1])
+    # 3 + 3 tokens and the end of the sequence, of which 5 fit: "fire is" and no stop token
+    assert (cut.trained, cut.num_cut, cut.stops) == ([0, 0, 0, 1, 1], 2, ["absent"])
+    assert (gone.tokens, gone.warnings) == ([], ["dropped: no token to train is left of it within max_length"])
+    assert "TRUNCATED: 2 tokens lost" in as_text([cut])
+    assert 'raw      completion: " fire is hot"' in as_text([cut])
+
+
+def test_what_is_shown_of_raw_rows_is_what_prepare_makes(bpe_tokenizer, chat_rows):
+    args = Arguments(assistant_only_loss=True, train_on_turns="expand")
+    prepared, _ = prepare(Dataset.from_list(chat_rows), bpe_tokenizer, args)
+    shown = explain_raw(chat_rows, bpe_tokenizer, args, range(len(chat_rows)))
+    assert [row.index for row in shown] == [0, 1, 1, 2]
+    assert [row.input_ids for row in shown] == prepared["input_ids"][:]
+    assert json.loads(as_json(shown))["rows"][2]["labels"] == prepared["labels"][2]
+
+
 def test_an_index_beyond_the_data_is_refused(bpe_tokenizer):
-    with pytest.raises(ValueError, match="no row 3: the prepared data set has 1 rows"):
+    with pytest.raises(ValueError, match="no row 3: the data set has 1 rows, 0 to 0"):
         explain([chat_row(bpe_tokenizer)], bpe_tokenizer, [3])
 
 

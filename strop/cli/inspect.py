@@ -1,0 +1,120 @@
+"""`strop inspect`: rows as the trainer will see them, with the options of `strop sft` and without loading weights."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from strop.cli.args import Options
+from strop.cli.arguments import CommandArguments
+from strop.cli.train import METHODS, all_options, check, rows
+from strop.cli.yaml_config import Setting, apply_environment, read_config
+
+PROG = "strop inspect"
+
+
+@dataclass
+class InspectArguments:
+    """Which rows are shown, and how. All options of `strop sft` say what becomes of them."""
+
+    n: int = 3
+    """How many rows are shown, from the first on."""
+
+    row: int | None = None
+    """Show this one row of the data set (with packing: of the packed one)."""
+
+    tokens: bool = False
+    """One line a token: mark, position, id, text."""
+
+    color: bool | None = None
+    """Mark tokens by colour; on a terminal if not set."""
+
+    json: bool = False
+    """Print JSON: for each row aligned `tokens`, `input_ids`, `trained` and `labels`."""
+
+    html: str | None = None
+    """Write a self-contained page to this file."""
+
+    def __post_init__(self):
+        if self.n < 1:
+            raise ValueError(f"n={self.n} shows nothing; it must be at least 1.")
+        if self.json and (self.tokens or self.color):
+            raise ValueError("json prints every token with its mark already; drop tokens and color.")
+        if self.tokens and self.color:
+            raise ValueError("tokens is a plain listing; drop color.")
+
+    @property
+    def indices(self) -> range:
+        """The rows asked for."""
+        return range(self.n) if self.row is None else range(self.row, self.row + 1)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; the exit code."""
+    own = Options(PROG, [InspectArguments], f"{PROG} [--n N | --row K] [--json | --html FILE] [options of strop sft]")
+    shown, words = own.split(argv)
+    options = all_options(PROG, METHODS["sft"])
+    if {"-h", "--help"} & set(shown):
+        own.parser.print_help()
+        print("\nand how the rows are made:\n")
+        options.parser.print_help()
+        return 0
+    (how,) = own.build(own.read(shown))
+    settings = options.read(words, config_file(words))
+    _, _, *instances = options.build(settings)
+    check(settings, *instances)
+    explained, report, tokenizer_name = explained_rows(how, *instances)
+    show(how, explained, report, tokenizer_name)
+    return 0
+
+
+def config_file(words: Sequence[str]) -> dict[str, Setting]:
+    """The settings of the file that --config names."""
+    options = Options(PROG, [CommandArguments])
+    said = options.read(options.split(words)[0])
+    return apply_environment(read_config(said["config"].value)) if "config" in said else {}
+
+
+def explained_rows(how: InspectArguments, script: Any, mixture: Any, model_args: Any, args: Any):
+    """(rows, preparation report, name of the tokenizer). Packed and streamed rows come without the raw row."""
+    from datasets import Dataset, IterableDataset
+
+    from strop.data.inspect import explain, explain_raw
+    from strop.data.prepare import as_dataset, prepare, skips_preparation
+    from strop.models.model_config import init_kwargs
+    from strop.trainer.setup import ready_tokenizer
+
+    args.model_init_kwargs = init_kwargs(model_args, args.model_init_kwargs)
+    tokenizer = ready_tokenizer(None, model_args.model_name_or_path, args)
+    raw = as_dataset(rows(script, mixture, False)[0])
+    prepared, report = prepare(raw, tokenizer, args, packing=args.packing)
+    if isinstance(prepared, IterableDataset):
+        prepared = Dataset.from_list(list(islice(prepared, how.indices.stop)))
+    indices = how.indices if how.row is not None else range(min(how.n, len(prepared)))
+    if args.packing or isinstance(raw, IterableDataset) or skips_preparation(args):
+        return explain(prepared, tokenizer, indices), report, tokenizer.name_or_path
+    indices = how.indices if how.row is not None else range(min(how.n, len(raw)))
+    return explain_raw(raw, tokenizer, args, indices), report, tokenizer.name_or_path
+
+
+def show(how: InspectArguments, explained: list[Any], report: Any, tokenizer_name: str) -> None:
+    """Print or write the rows in the form asked for."""
+    from strop.data.inspect import as_html, as_json, as_rich, as_text
+
+    if how.html is not None:
+        path = Path(how.html).expanduser()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(as_html(explained, report.to_dict(), f"rows as {tokenizer_name} reads them"), encoding="utf-8")
+        print(f"wrote {path}", file=sys.stderr)
+    if how.json:
+        print(as_json(explained, report.to_dict()))
+    elif how.html is None:
+        if how.color or (how.color is None and sys.stdout.isatty() and not how.tokens):
+            from rich.console import Console
+
+            Console(force_terminal=True).print(as_rich(explained), soft_wrap=True)
+        else:
+            print(as_text(explained, show_tokens=how.tokens))
+        print(report)
