@@ -168,10 +168,9 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     logits = logits.view(batch, heads, rows, -1).to(torch.promote_types(logits.dtype, torch.float32))
     if scores.softcap is not None:
         logits = torch.tanh(logits / scores.softcap) * scores.softcap
-    if mask is None:
-        mask = visible(rows, logits.shape[-1] - rows, None, logits.device)
+    seen = visible(rows, logits.shape[-1] - rows, None, logits.device) if mask is None else mask
     far = torch.finfo(logits.dtype).min  # finite: a row of padding sees nothing
-    logits = logits.masked_fill(~mask, far) if mask.dtype == torch.bool else logits + mask
+    logits = logits.masked_fill(~seen, far) if seen.dtype == torch.bool else logits + seen
     weights = _softmax(logits, scores.sinks)
     weights = F.dropout(weights, scores.dropout, training=scores.dropout > 0).to(value.dtype)
     result = weights.view(batch, groups, -1, weights.shape[-1]) @ value
