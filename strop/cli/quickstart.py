@@ -36,7 +36,7 @@ class QuickstartArguments:
     output_dir: str = "quickstart"
     """Folder for the adapter, checkpoint, metrics and plot."""
 
-    steps: int = 40
+    steps: int = 30
     """Optimizer steps, of 8 rows each."""
 
     learning_rate: float = 1e-3

@@ -116,7 +116,7 @@ def shared_equally(rng: random.Random) -> Problem:
 def change_from_a_note(rng: random.Random) -> Problem:
     name, things = rng.choice(NAMES), rng.choice(THINGS)
     note, price = rng.choice((50, 100)), rng.randint(2, 8)
-    num = rng.randint(2, 50 // price)
+    num = rng.randint(2, 49 // price)
     cost = num * price
     return Problem(
         f"{name} buys {num} {things} at {price} euros each and pays with {note} euros. How many euros come back?",
@@ -127,7 +127,7 @@ def change_from_a_note(rng: random.Random) -> Problem:
 
 def on_and_off_the_bus(rng: random.Random) -> Problem:
     start, off_first = rng.randint(12, 40), rng.randint(2, 10)
-    on, off_second = rng.randint(2, 15), rng.randint(1, 4)
+    on, off_second = rng.randint(3, 15), rng.randint(1, 4)
     after_first = start - off_first
     after_on = after_first + on
     return Problem(
