@@ -40,7 +40,10 @@ SHAREGPT_ROLES = {
 }
 """ShareGPT's names for roles that chat templates know under another."""
 
-EXPECTED = "a text column, messages, conversations, prompt + completion, or input_ids (with labels, completion_mask or assistant_masks)"
+EXPECTED = (
+    "a text column, messages, conversations, prompt + completion, or input_ids (with labels, completion_mask or "
+    "assistant_masks)"
+)
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ def messages_of(value: Any, known_roles: frozenset[str] = frozenset(ROLES)) -> l
 
 
 def roles_known_to(chat_template: str | None) -> frozenset[str]:
-    """The usual roles and every other word that the template has in quotes, where it would compare a role of its own."""
+    """The usual roles, and every word the template has in quotes, where it would compare a role of its own."""
     return frozenset(ROLES) | frozenset(re.findall(r"""['"](\w+)['"]""", chat_template or ""))
 
 
@@ -294,7 +297,7 @@ class Check:
 def validate(
     dataset: Iterable[Row], text_field: str = "text", chat_template: str | None = None, limit: int | None = CHECKED_ROWS
 ) -> Check:
-    """Look at the first `limit` rows (all if None) and list what is wrong, with row numbers; never raises on bad rows."""
+    """Look at the first `limit` rows (all if None) and list what is wrong, with row numbers, without raising."""
     rows = list(islice(dataset, limit))
     check = Check(columns=tuple(dict.fromkeys(name for row in rows for name in row)), rows=len(rows))
     roles = roles_known_to(chat_template)

@@ -137,7 +137,7 @@ def _checked_format(
 
 
 def _refuse_batched(formatting_func: FormattingFunc, row: dict[str, Any]) -> None:
-    """Raise ValueError for a function written for a batch of rows: on one row, it would go through the letters of its texts."""
+    """Raise ValueError for a function written for batches: on one row, it would go through the letters of its texts."""
     result = formatting_func(row)
     if isinstance(result, str) or len(result) < 2:
         return

@@ -87,7 +87,7 @@ class Recipe:
 
 
 def check_targets(recipe: Recipe, found: Format, formats: bool) -> None:
-    """Raise ValueError where the rows don't have what `recipe` asks to train on. `formats`: a formatting function is given."""
+    """Raise ValueError where the rows lack what `recipe` asks to train on. `formats`: a formatting function is given."""
     if found.kind == "tokens" and formats:
         raise ValueError(
             "a formatting_func is given but the rows are tokenised already (input_ids), so it could have no effect. "
@@ -246,7 +246,7 @@ class RowMaker:
         return tokenise_chats(self.tokenizer, texts, spans, fates) if chats else []
 
     def _conversations(self, row: Row) -> tuple[list[list[dict]], int]:
-        """The conversations to render (with train_on_turns="expand" one for each turn), and the messages of the prompt in them."""
+        """The conversations to render, one a turn with train_on_turns="expand", and how many messages are prompt."""
         if self.found.kind == "messages":
             messages, prompt = messages_of(row[self.found.columns[0]], self.template.roles), 0
         else:
@@ -278,7 +278,7 @@ class RowMaker:
         return text, spans, Fate.REWRITTEN if rewritten else Fate(0)
 
     def _shortened(self, whole: Prepared, row: Row, k: int) -> Prepared:
-        """A conversation of which only the last turn is trained, without its oldest turns if it is too long with them."""
+        """A conversation of which the last turn is trained, without its oldest turns if it is too long with them."""
         limit, shorter = self.recipe.max_length, whole
         messages = self._conversations(row)[0][k] if len(whole.input_ids) > limit else []
         for kept in _without_oldest(messages):

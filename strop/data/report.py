@@ -63,7 +63,7 @@ class PreparationReport:
     """How many rows have each length."""
 
     def count(self, fates: np.ndarray, lengths: np.ndarray, lost: np.ndarray, prompts: np.ndarray) -> None:
-        """Add rows: what became of each, its whole length, the tokens it lost, the tokens before its first trained one."""
+        """Add rows: what became of each, its whole length, the tokens it lost, those before its first trained one."""
 
         def having(fate: Fate) -> int:
             return int(np.count_nonzero(fates & int(fate)))

@@ -16,6 +16,7 @@ from strop.data.collate import IGNORE
 from strop.data.report import Fate
 
 Span = tuple[int, int]
+NOTHING = Fate(0)
 
 
 @dataclass(slots=True)
@@ -25,7 +26,7 @@ class Prepared:
     input_ids: list[int]
     labels: list[int]
     """The token where it is trained, -100 elsewhere."""
-    fate: Fate = Fate(0)
+    fate: Fate = NOTHING
     length: int = 0
     """Tokens of the whole row, before anything is cut."""
     lost: int = 0
@@ -34,7 +35,7 @@ class Prepared:
     """Lengths of the documents in a row that is packed already."""
 
 
-def prepared(ids: list[int], spans: Sequence[Span], fate: Fate = Fate(0)) -> Prepared:
+def prepared(ids: list[int], spans: Sequence[Span], fate: Fate = NOTHING) -> Prepared:
     """A row of `ids` trained on the token spans only."""
     labels, at = [], 0
     for start, end in spans:
@@ -45,7 +46,7 @@ def prepared(ids: list[int], spans: Sequence[Span], fate: Fate = Fate(0)) -> Pre
 
 
 def eos_id(tokenizer: PreTrainedTokenizerBase, eos_token: str | None = None) -> int | None:
-    """The id of `eos_token`, or of the tokenizer's own; None if there is neither. Raises ValueError if it is no token."""
+    """The id of `eos_token`, or of the tokenizer's own; None if there is neither. Raises ValueError if unknown."""
     if eos_token is None:
         return tokenizer.eos_token_id
     index = tokenizer.get_vocab().get(eos_token)
@@ -78,7 +79,7 @@ def tokenise_texts(
     for index, (ids, text, start) in enumerate(zip(encoded["input_ids"], bare, starts, strict=True)):
         begin, merged = (0, False) if start == 0 else _cut(tokenizer, encoded, index, text, start, special=True)
         ids = _ended(ids, text, eos, tokenizer)
-        rows.append(prepared(ids, [(begin, len(ids))], Fate.MERGED if merged else Fate(0)))
+        rows.append(prepared(ids, [(begin, len(ids))], Fate.MERGED if merged else NOTHING))
     return rows
 
 
@@ -91,7 +92,7 @@ def _own_markers(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 def _ended(ids: list[int], text: str, eos: int | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """`ids` with EOS at the end, unless they end with it, white space aside: a text rendered by a chat template has its own."""
+    """`ids` with EOS at the end, unless they end with it, white space aside: rendered conversations have their own."""
     if eos is None or ids[-1:] == [eos]:
         return ids
     if text[-1:].isspace() and text.rstrip().endswith(tokenizer.convert_ids_to_tokens(eos)):
@@ -102,7 +103,7 @@ def _ended(ids: list[int], text: str, eos: int | None, tokenizer: PreTrainedToke
 def tokenise_chats(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], spans: Sequence[Sequence[Span]], fates: Sequence[Fate]
 ) -> list[Prepared]:
-    """Rendered conversations, trained on the given character spans. Nothing is added: the template has written all markers."""
+    """Rendered conversations, trained on the given character spans. Nothing is added: the template wrote all markers."""
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
     rows = []
     for index, (ids, text, parts, fate) in enumerate(zip(encoded["input_ids"], texts, spans, fates, strict=True)):
@@ -111,7 +112,7 @@ def tokenise_chats(
             begin, merged = _cut(tokenizer, encoded, index, text, start)
             stop = len(ids) if end >= len(text) else _end(tokenizer, encoded, index, text, end)
             cuts.append((max(begin, cuts[-1][1]) if cuts else begin, stop))
-            fate |= Fate.MERGED if merged else Fate(0)
+            fate |= Fate.MERGED if merged else NOTHING
         rows.append(prepared(ids, cuts, fate))
     return rows
 

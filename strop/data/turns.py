@@ -15,8 +15,7 @@ Where neither is conclusive, ValueError: a wrong mask trains the wrong thing and
 """
 
 import re
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from strop.data.chat import Conversation, common_prefix
 from strop.data.formats import Message
@@ -60,7 +59,10 @@ def assistant_spans(
 
 
 def completion_start(conversation: Conversation, prompt: list[Message], completion: list[Message]) -> tuple[str, int]:
-    """The rendered prompt + completion, and the character where the completion starts. Raises ValueError if unproven."""
+    """The rendered prompt + completion, and the character where the completion starts.
+
+    Raises ValueError where it can't be proven.
+    """
     messages = prompt + completion
     text = conversation.render(messages)
     answers = completion[0]["role"] == "assistant"
@@ -104,20 +106,15 @@ def _marked_spans(
 
 
 def _by_prefix(conversation: Conversation, messages: list[Message], k: int, text: str) -> Span | None:
-    """The span of turn `k` where all before it is rendered as at inference and itself as when it is the last; else None."""
+    """The span of turn `k` where all before it is rendered as at inference, and itself as at the end; else None."""
     before = conversation.render(messages[:k], generation_prompt=True) if k else _header(conversation)
     if not text.startswith(before):
         return None
-    is_last = k == len(messages) - 1
-    alone = text if is_last else conversation.render(messages[: k + 1])
+    alone = text if k == len(messages) - 1 else conversation.render(messages[: k + 1])
     if not alone.startswith(before):
         return None
-
-    def continued() -> str:
-        return conversation.render([*messages, {"role": "user", "content": ALPHA}]) if is_last else text
-
     start = len(before)
-    end = start + _end_of_turn(alone[start:], lambda: continued()[start:], messages[k], conversation.template.specials)
+    end = start + _end_of_turn(conversation, messages[: k + 1], alone[start:])
     return (start, end) if start < end and text[start:end] == alone[start:end] else None
 
 
@@ -129,26 +126,46 @@ def _header(conversation: Conversation) -> str:
         return ""
 
 
-def _end_of_turn(tail: str, continued: Callable[[], str], message: dict[str, Any], specials: tuple[str, ...]) -> int:
-    """How much of `tail`, which starts with a turn and ends the conversation, is the turn with its end-of-turn marker.
+def _end_of_turn(conversation: Conversation, messages: list[Message], tail: str) -> int:
+    """How much of `tail`, the rendering of the last message, is the turn with its end-of-turn marker.
 
-    The marker is the last added token with nothing but white space after it. If several tokens end the conversation,
-    some may be its own end rather than the turn's: those that vanish in `continued`, the same turn with something
-    after it.
+    The marker is the last added token with nothing but white space after it, if it is the only one there. Without any, the
+    white space after a turn is what ends it.
     """
+    specials = conversation.template.specials
     closers = _closers(tail, specials)
-    if len(closers) > 1:
-        try:
-            shared = common_prefix(tail, continued())
-        except ValueError:  # the template lets nobody speak after this turn
-            shared = len(tail)
-        closers = [closer for closer in closers if closer[1] <= shared] or closers
+    said = messages[-1].get("content")
+    said = said.rstrip() if isinstance(said, str) else ""
+    if len(closers) > 1 or (closers and said.endswith(specials)):
+        rank = _marker_rank(conversation, messages)
+        closers = closers[rank:] if rank is not None else []
     if closers:
         return closers[0][1]
-    content = message.get("content")
     bare = tail.rstrip()
-    unmarked = isinstance(content, str) and bare.endswith(content.rstrip())
-    return len(tail) if unmarked else len(bare)  # without any marker, the white space after a turn is what ends it
+    is_unmarked = bare.endswith(said) if said else not bare
+    return len(tail) if is_unmarked else len(bare)
+
+
+def _marker_rank(conversation: Conversation, messages: list[Message]) -> int | None:
+    """Which of the added tokens that end a conversation is the marker of its last turn: 0 is the last, 1 the one before.
+
+    Told from a turn without added tokens of its own. If several are left, the later ones end the conversation rather than
+    the turn if they vanish when somebody speaks on. None if the template writes none.
+    """
+    try:
+        _around(conversation, messages, len(messages) - 1)
+        messages = [*messages[:-1], _saying(messages[-1], ALPHA)]
+    except Unproven:  # then nothing can stand in for what is said
+        pass
+    text = conversation.render(messages)
+    closers = _closers(text, conversation.template.specials)
+    if len(closers) < 2:
+        return 0 if closers else None
+    try:
+        shared = common_prefix(text, conversation.render([*messages, {"role": "user", "content": BETA}]))
+    except ValueError:  # the template lets nobody speak after this turn
+        return 0
+    return next((rank for rank, closer in enumerate(closers) if closer[1] <= shared), 0)
 
 
 def _closers(text: str, specials: tuple[str, ...]) -> list[Span]:
@@ -187,7 +204,7 @@ def _around(conversation: Conversation, messages: list[Message], k: int) -> tupl
 
 
 def _saying(message: Message, word: str) -> Message:
-    """The message with `word` as its content, reasoning left out and tool calls kept, since tool results refer to them."""
+    """The message with `word` as its content and no reasoning; tool calls stay, since tool results refer to them."""
     content = [{"type": "text", "text": word}] if isinstance(message.get("content"), list) else word
     kept = {key: message[key] for key in ("tool_calls", "name") if key in message}
     return {"role": message["role"], "content": content, **kept}
@@ -238,7 +255,7 @@ def _marker(conversation: Conversation, messages: list[Message], k: int, tail: s
 
 
 def _marker_before_header(conversation: Conversation, messages: list[Message], k: int, tail: str) -> Span:
-    """The marker where turns end otherwise inside a conversation than at its end: an added token right before a new header."""
+    """The marker where turns end otherwise within a conversation than at its end: an added token before a new header."""
     specials = conversation.template.specials
     opener = _leading(_generation_header(conversation, messages[:k]), specials)
     marker = _leading(tail, specials)
