@@ -13,7 +13,8 @@ EXPORTS = {
     "strop.trainer.config": ("SFTConfig",),
     "strop.models.model_config": ("ModelConfig", "get_kbit_device_map", "get_peft_config", "get_quantization_config"),
     "strop.data.pack": ("pack_dataset",),
-    "strop.data.chat": ("apply_chat_template", "clone_chat_template", "maybe_apply_chat_template"),
+    "strop.data.chat": ("apply_chat_template", "maybe_apply_chat_template"),
+    "strop.models.tokenizers": ("clone_chat_template",),
     "strop.data.formats": ("is_conversational", "is_conversational_from_value", "maybe_convert_to_chatml"),
     "strop.data.mixture": ("DatasetMixtureConfig", "get_dataset"),
     "strop.cli.arguments": ("ScriptArguments",),
@@ -53,11 +54,12 @@ if TYPE_CHECKING:
     from strop.callbacks.progress import RichProgressCallback
     from strop.cli.arguments import ScriptArguments
     from strop.cli.parser import TrlParser
-    from strop.data.chat import apply_chat_template, clone_chat_template, maybe_apply_chat_template
+    from strop.data.chat import apply_chat_template, maybe_apply_chat_template
     from strop.data.formats import is_conversational, is_conversational_from_value, maybe_convert_to_chatml
     from strop.data.mixture import DatasetMixtureConfig, get_dataset
     from strop.data.pack import pack_dataset
     from strop.models.model_config import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
+    from strop.models.tokenizers import clone_chat_template
     from strop.trainer.config import SFTConfig
     from strop.trainer.sft import SFTTrainer
 

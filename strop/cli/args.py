@@ -155,11 +155,12 @@ class Options:
         missing = [name for name, option in self.options.items() if option.is_required and name not in settings]
         if missing:
             raise ValueError(f"missing {', '.join('--' + name for name in missing)}.")
-        return [cls(**self._arguments(cls, settings)) for cls in self.classes]
+        return [self.instance(cls, settings) for cls in self.classes]
 
-    def _arguments(self, cls: type, settings: Mapping[str, Setting]) -> dict[str, Any]:
+    def instance(self, cls: type, settings: Mapping[str, Setting]) -> Any:
+        """An instance of one of the classes."""
         own = {field.name for field in fields(cls) if field.init}
-        return {name: setting.value for name, setting in settings.items() if name in own}
+        return cls(**{name: setting.value for name, setting in settings.items() if name in own})
 
 
 class HelpFormatter(argparse.HelpFormatter):

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,12 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def launch_command(module: str, launch: dict[str, Any], words: list[str], use_cpu: bool) -> list[str]:
-    """The command line that runs `python -m module words...` under accelerate.
+def launch_words(module: str, launch: dict[str, Any], words: list[str], use_cpu: bool) -> list[str]:
+    """What follows `accelerate launch` to run `python -m module words...`.
 
     Raises ValueError for an unknown configuration, and for one that needs DeepSpeed where that isn't installed.
     """
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command: list[str] = []
     if launch.get("accelerate_config") is not None:
         path = config_path(launch["accelerate_config"])
         require_backend(path)
@@ -69,8 +68,9 @@ def require_backend(path: Path) -> None:
         raise ValueError(f"{path.stem} needs DeepSpeed, which is not installed: pip install strop[deepspeed]")
 
 
-def replace_process(command: list[str]) -> None:
-    """Become `command`, so that signals and the exit code are its own."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(command[0], command)
+def start(words: list[str]) -> int:
+    """Run `accelerate launch` with these words in this process, which has loaded most of what that needs."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    launch_command(launch_command_parser().parse_args(words))
+    return 0

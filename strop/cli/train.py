@@ -75,16 +75,65 @@ def run(prog: str, method: Method, argv: list[str]) -> int:
         options.parser.print_help()
         return 0
     settings = options.read(argv, file)
-    what, launching, *instances = options.build(settings)
+    what, wanted = options.instance(CommandArguments, settings), launch_wanted(options, settings)
+    if wanted and not launch.is_launched() and not what.dump_config:
+        words = [*without_launch(words), *(["--config", config] if config else [])]
+        words = launch.launch_words(method.module, wanted, words, "use_cpu" in settings and settings["use_cpu"].value)
+        return show_launch(words) if what.dry_run else launch.start(words)
+    instances = options.build(settings)[2:]
+    if "output_dir" not in settings:
+        instances[-1].output_dir = output_dir(instances[-2].model_name_or_path or "model", method.suffix)
     if what.dump_config:
         print(dump(instances, settings))
         return 0
-    wanted = {name: value for name, value in vars(launching).items() if value is not None}
-    if wanted and not launch.is_launched():
-        words = [*without_launch(words), *(["--config", config] if config else [])]
-        return start(method, wanted, words, instances[-1].use_cpu, what.dry_run)
-    refuse_second_launch(wanted, settings)
-    return describe(prog, *instances) if what.dry_run else train(method, settings, *instances)
+    check(settings, *instances)
+    return describe(prog, *instances) if what.dry_run else train(method, *instances)
+
+
+def launch_wanted(options: Options, settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """Options of a launch that were said. On the command line of a process that is launched already they do nothing."""
+    launching = vars(options.instance(LaunchArguments, settings))
+    wanted = {name: value for name, value in launching.items() if value is not None}
+    for name in wanted:
+        if launch.is_launched() and settings[name].origin == "command line":
+            raise ValueError(f"{name}={wanted[name]!r} has no effect here: this process has been launched already.")
+    return wanted
+
+
+def show_launch(words: list[str]) -> int:
+    print(shlex.join(["accelerate", "launch", *words]))
+    return 0
+
+
+def check(settings: Mapping[str, Setting], script: Any, mixture: Any, model_args: Any, args: Any) -> None:
+    """Refuse, before anything is loaded, a command without model or rows, or with rows that nobody reads."""
+    if not model_args.model_name_or_path:
+        raise ValueError("there is no model to train; name one with --model_name_or_path (a hub id or a folder).")
+    if mixture.datasets and script.dataset_name:
+        raise ValueError(
+            f"dataset_name={script.dataset_name!r} and a mixture of {len(mixture.datasets)} datasets are both given; "
+            "keep one of them."
+        )
+    if not mixture.datasets and not script.dataset_name:
+        raise ValueError(
+            "there are no rows to train on; name them with --dataset_name (a hub id, a folder or a file), or list "
+            "`datasets:` in the config file."
+        )
+    if "dataset_test_split" in settings and not evaluates(args):
+        raise ValueError(
+            f"dataset_test_split={script.dataset_test_split!r} has no effect without evaluation; set "
+            "eval_strategy, e.g. --eval_strategy epoch, or remove it."
+        )
+    if mixture.datasets and evaluates(args) and mixture.test_split_size is None:
+        raise ValueError(
+            f"eval_strategy={args.eval_strategy.value!r}, but the mixture keeps no rows for evaluation; set "
+            "test_split_size, e.g. 0.05."
+        )
+
+
+def evaluates(args: Any) -> bool:
+    """Whether the run asks for evaluation."""
+    return args.do_eval or args.eval_strategy != "no"
 
 
 def all_options(prog: str, method: Method) -> Options:
@@ -103,26 +152,16 @@ def imported(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def output_dir(model: str, suffix: str) -> str:
+    """Where a run goes that doesn't say; as in Python without a config."""
+    from strop.trainer.config import default_output_dir
+
+    return default_output_dir(model, suffix)
+
+
 def without_launch(words: list[str]) -> list[str]:
     """The words of a command line that say nothing about its launch."""
     return Options("strop", [LaunchArguments]).split(words)[1]
-
-
-def start(method: Method, wanted: dict[str, Any], words: list[str], use_cpu: bool, only_print: bool) -> int:
-    """Become `accelerate launch` of the same command."""
-    command = launch.launch_command(method.module, wanted, words, use_cpu)
-    if only_print:
-        print(shlex.join(command))
-    else:
-        launch.replace_process(command)
-    return 0
-
-
-def refuse_second_launch(wanted: dict[str, Any], settings: Mapping[str, Setting]) -> None:
-    """Options of a launch on the command line of a process that is launched already would do nothing."""
-    for name in wanted:
-        if settings[name].origin == "command line":
-            raise ValueError(f"{name}={wanted[name]!r} has no effect here: this process has been launched already.")
 
 
 def describe(prog: str, script: Any, mixture: Any, model_args: Any, args: Any) -> int:
@@ -134,20 +173,12 @@ def describe(prog: str, script: Any, mixture: Any, model_args: Any, args: Any) -
     return 0
 
 
-def train(
-    method: Method, settings: Mapping[str, Setting], script: Any, mixture: Any, model_args: Any, args: Any
-) -> int:
+def train(method: Method, script: Any, mixture: Any, model_args: Any, args: Any) -> int:
     """Train, save, and say where."""
     from strop.models.model_config import get_peft_config, get_quantization_config, init_kwargs
-    from strop.runs.record import recorded
-    from strop.trainer.config import default_output_dir
 
     show_logs()
-    if not model_args.model_name_or_path:
-        raise ValueError("there is no model to train; name one with --model_name_or_path (a hub id or a folder).")
-    if "output_dir" not in settings:
-        args.output_dir = default_output_dir(model_args.model_name_or_path, method.suffix)
-    train_dataset, eval_dataset = data_sets(script, mixture, args)
+    train_dataset, eval_dataset = rows(script, mixture, evaluates(args))
     args.model_init_kwargs = init_kwargs(model_args, args.model_init_kwargs)
     trainer = imported(method.trainer)(
         model=model_args.model_name_or_path,
@@ -158,48 +189,28 @@ def train(
         quantization_config=get_quantization_config(model_args),
     )
     if script.ignore_bias_buffers:
-        ignore_bias_buffers(trainer.model)
-    with recorded(trainer):
-        trainer.train(resume_from_checkpoint=checkpoint_to_resume(args.resume_from_checkpoint))
+        ignore_bool_buffers(trainer.model)
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(args.resume_from_checkpoint))
     trainer.save_model()
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
     if trainer.is_world_process_zero():
         print(f"saved to {args.output_dir}; talk to it with: strop chat {shlex.quote(args.output_dir)}")
+    trainer.accelerator.end_training()
     return 0
 
 
-def data_sets(script: Any, mixture: Any, args: Any) -> tuple[Any, Any]:
-    """Rows to train on, and rows to evaluate on or None where no evaluation is asked for."""
-    evaluates = args.do_eval or str(args.eval_strategy.value) != "no"
-    if mixture.datasets and script.dataset_name:
-        raise ValueError(
-            f"dataset_name={script.dataset_name!r} and a mixture of {len(mixture.datasets)} datasets are both given; "
-            "keep one of them."
-        )
-    if mixture.datasets:
-        return mixed(mixture, evaluates)
-    if not script.dataset_name:
-        raise ValueError(
-            "there are no rows to train on; name them with --dataset_name (a hub id, a folder or a file), or list "
-            "`datasets:` in the config file."
-        )
-    splits = [script.dataset_train_split, *([script.dataset_test_split] if evaluates else [])]
-    rows = [load_rows(script.dataset_name, script.dataset_config, split, script.dataset_streaming) for split in splits]
-    return rows[0], rows[1] if evaluates else None
-
-
-def mixed(mixture: Any, evaluates: bool) -> tuple[Any, Any]:
-    """The rows of a mixture, and those it keeps for evaluation."""
+def rows(script: Any, mixture: Any, with_test: bool) -> tuple[Any, Any]:
+    """Rows to train on, and rows to evaluate on or None."""
     from strop.data.mixture import get_dataset
+    from strop.data.sources import load_rows
 
-    splits = get_dataset(mixture)
-    if evaluates and "test" not in splits:
-        raise ValueError(
-            "evaluation is asked for, but the mixture keeps no rows for it; set test_split_size, e.g. 0.05, or "
-            "eval_strategy=no."
-        )
-    return splits["train"], splits["test"] if evaluates else None
+    if mixture.datasets:
+        splits = get_dataset(mixture)
+        return splits["train"], splits["test"] if with_test else None
+    names = [script.dataset_train_split, *([script.dataset_test_split] if with_test else [])]
+    loaded = [load_rows(script.dataset_name, name, script.dataset_config, script.dataset_streaming) for name in names]
+    return loaded[0], loaded[1] if with_test else None
 
 
 def checkpoint_to_resume(value: str | bool | None) -> str | bool | None:
@@ -208,7 +219,7 @@ def checkpoint_to_resume(value: str | bool | None) -> str | bool | None:
     return words.get(value.lower(), value) if isinstance(value, str) else value or None
 
 
-def ignore_bias_buffers(model: Any) -> None:
+def ignore_bool_buffers(model: Any) -> None:
     """Have distributed data parallel leave out buffers of type bool."""
     import torch
 

@@ -201,6 +201,8 @@ def config_for(config_class: type, args: Any, model: Any, suffix: str) -> Any:
     """
     config = _as_config(config_class, args, model, suffix)
     checks.fp16_device(config.fp16, config.device_type)
+    if config.device_type == "cpu":
+        config.dataloader_pin_memory = False  # there is no device to copy to, and torch warns
     return config
 
 
