@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/head.py [--metrics] [--frozen] [--hidden 288 576] [--tokens 256 1024 4096]
 
 Ways: `plain` is logits and `log_softmax` on the same rows; `kept` and `repeated` are `score_linear` with all tiles kept
-and none; `auto` is its default budget. `--metrics` adds entropy and top-1 accuracy, which need no gradient. Every number
-comes from a process of its own (least CPU time of `--repeats`; peak of resident memory above what the inputs take).
+and none; `auto` is its default budget. `--metrics` adds entropy and top-1 accuracy, which need no gradient. Numbers
+come each from a process of its own (least CPU time of `--repeats`; peak of resident memory above what the inputs take).
 """
 
 import argparse
