@@ -140,15 +140,16 @@ def explain_row(
     ids, segments = list(row["input_ids"]), list(row.get("seq_lengths") or [len(row["input_ids"])])
     trained = trained_tokens(row, segments)
     parts = [(ids[start:end], trained[start:end]) for start, end in pairwise(accumulate(segments, initial=0))]
-    num_padding = count_padding(ids, trained, tokenizer)
+    tokens, num_padding = token_texts(tokenizer, ids), count_padding(ids, trained, tokenizer)
+    pieces = [tokens[start:end] for start, end in pairwise(accumulate(segments, initial=0))]
     return ExplainedRow(
         index=index,
-        tokens=token_texts(tokenizer, ids),
+        tokens=tokens,
         input_ids=ids,
         trained=trained,
         num_padding=num_padding,
         segments=segments,
-        stops=[stop_state(*part, stop_ids) for part in parts],
+        stops=[stop_state(*part, piece, stop_ids) for part, piece in zip(parts, pieces, strict=True)],
         warnings=list(warnings_about(parts, num_padding, tokenizer, stop_ids)),
     )
 
@@ -173,14 +174,17 @@ def count_padding(input_ids: list[int], trained: list[int], tokenizer: PreTraine
     return len(input_ids) - content
 
 
-def stop_state(input_ids: list[int], trained: list[int], stop_ids: set[int]) -> Stop:
-    """Whether a model trained on this segment learns to stop after its last trained token."""
+def stop_state(input_ids: list[int], trained: list[int], tokens: list[str], stop_ids: set[int]) -> Stop:
+    """Whether a model trained on this segment learns to stop: a template may put white space after the stop token."""
     if 1 not in trained:
         return "nothing trained"
     last = len(trained) - 1 - trained[::-1].index(1)
-    if input_ids[last] in stop_ids:
+    after = input_ids[last + 1 :]
+    while last > 0 and input_ids[last] not in stop_ids and not tokens[last].strip():
+        last -= 1
+    if trained[last] and input_ids[last] in stop_ids:
         return "trained"
-    return "not trained" if stop_ids.intersection(input_ids[last + 1 :]) else "absent"
+    return "not trained" if stop_ids.intersection(after) else "absent"
 
 
 def warnings_about(

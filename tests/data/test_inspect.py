@@ -108,14 +108,16 @@ def test_special_and_word_tokens_are_shown_as_they_are(word_tokenizer):
     [
         ([5, 6, END], [0, 1, 1], "trained"),
         ([5, 6, END, 7], [0, 1, 1, 0], "trained"),  # a template's newline may follow
+        ([5, 6, END, 7], [0, 1, 1, 1], "trained"),  # and be trained
         ([5, 6, END], [0, 1, 0], "not trained"),
         ([5, 6, 7], [0, 1, 1], "absent"),
-        ([END, 6, 7], [0, 1, 1], "absent"),  # that one ended the prompt's turn
+        ([END, 5, 6], [0, 1, 1], "absent"),  # that one ended the prompt's turn
         ([5, END], [0, 0], "nothing trained"),
     ],
 )
 def test_whether_the_model_learns_to_stop(ids, trained, expected):
-    assert stop_state(ids, trained, {END}) == expected
+    tokens = [{5: "a", 6: "b", 7: "\n", END: "<|im_end|>"}[token] for token in ids]
+    assert stop_state(ids, trained, tokens, {END}) == expected
 
 
 def test_the_templates_end_of_turn_stops_an_answer_like_the_end_of_sequence(bpe_tokenizer):
