@@ -70,6 +70,8 @@ def ready_model(
     model = load_model(model, args, quantization_config)
     new_token_ids = fit_model(model, tokenizer, may_grow=args.chat_template_path is not None)
     model = apply_peft(model, peft_config, new_token_ids)
+    if args.activation_checkpointing:
+        wire_checkpointing(model, args.activation_checkpointing_kwargs)
     logger.info("%s; %s", describe_precision(model, args), trainable_summary(model))
     return model
 
