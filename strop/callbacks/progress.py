@@ -228,7 +228,7 @@ def pace(speed: Speed, now: float) -> list[str]:
     """Tokens a second and the time left, as far as they are known."""
     rate, left = speed.tokens_per_second(), speed.remaining(now)
     parts = [] if rate is None else [f"{rate:,.0f} tokens/s"]
-    return parts if left is None else [*parts, f"{duration(left)} left"]
+    return [*parts, f"{duration(left)} left"] if left else parts
 
 
 def metrics_table(logs: dict[str, Any]) -> Table:
