@@ -231,7 +231,12 @@ def show_logs() -> None:
     """What the package logs goes to stderr, from the main process."""
     logger = logging.getLogger("strop")
     if launch.is_main_process() and not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
+        logger.addHandler(ToStderr())
         logger.setLevel(logging.INFO)
+
+
+class ToStderr(logging.Handler):
+    """Prints messages as they are to what `sys.stderr` is by then."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
