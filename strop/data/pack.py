@@ -361,7 +361,7 @@ class _Column:
         self.values = [chunk.to_numpy() for chunk in values] if is_plain else values
 
     def gather(self, chunks: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> pa.Array:
-        """The values of some pieces, one after another. Copying slices is thrice as fast as taking token by token."""
+        """The values of some pieces, one after another. Copying slices takes half the time of taking token by token."""
         ends = starts + lengths
         follows = (chunks[1:] == chunks[:-1]) & (starts[1:] == ends[:-1])
         firsts, lasts = np.append(True, ~follows), np.append(~follows, True)
