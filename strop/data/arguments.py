@@ -38,6 +38,10 @@ class DataArguments:
     chat_template_path: str | None = None
     """A .jinja file with a chat template, or a model or folder whose tokenizer's template (and tokens) to adopt."""
 
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments for the chat template, e.g. {"enable_thinking": false}; those in a row's own chat_template_kwargs column come
+    on top."""
+
 
 @dataclass
 class PackingArguments:

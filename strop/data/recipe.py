@@ -87,7 +87,7 @@ class Recipe:
 
 
 def check_targets(recipe: Recipe, found: Format, formats: bool) -> None:
-    """Raise ValueError where the rows lack what `recipe` asks to train on. `formats`: a formatting function is given."""
+    """Raise ValueError where rows lack what `recipe` asks to train on. `formats`: a formatting function is given."""
     if found.kind == "tokens" and formats:
         raise ValueError(
             "a formatting_func is given but the rows are tokenised already (input_ids), so it could have no effect. "

@@ -103,7 +103,7 @@ def _ended(ids: list[int], text: str, eos: int | None, tokenizer: PreTrainedToke
 def tokenise_chats(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], spans: Sequence[Sequence[Span]], fates: Sequence[Fate]
 ) -> list[Prepared]:
-    """Rendered conversations, trained on the given character spans. Nothing is added: the template wrote all markers."""
+    """Rendered conversations, trained on the given character spans. Nothing is added: the template wrote all marks."""
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
     rows = []
     for index, (ids, text, parts, fate) in enumerate(zip(encoded["input_ids"], texts, spans, fates, strict=True)):

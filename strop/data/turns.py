@@ -129,8 +129,8 @@ def _header(conversation: Conversation) -> str:
 def _end_of_turn(conversation: Conversation, messages: list[Message], tail: str) -> int:
     """How much of `tail`, the rendering of the last message, is the turn with its end-of-turn marker.
 
-    The marker is the last added token with nothing but white space after it, if it is the only one there. Without any, the
-    white space after a turn is what ends it.
+    The marker is the last added token with nothing but white space after it, if it is the only one there. Without any,
+    the white space after a turn is what ends it.
     """
     specials = conversation.template.specials
     closers = _closers(tail, specials)
@@ -147,10 +147,10 @@ def _end_of_turn(conversation: Conversation, messages: list[Message], tail: str)
 
 
 def _marker_rank(conversation: Conversation, messages: list[Message]) -> int | None:
-    """Which of the added tokens that end a conversation is the marker of its last turn: 0 is the last, 1 the one before.
+    """Which of the added tokens that end a conversation marks the end of its last turn, counted from the last.
 
-    Told from a turn without added tokens of its own. If several are left, the later ones end the conversation rather than
-    the turn if they vanish when somebody speaks on. None if the template writes none.
+    Told from a turn without added tokens of its own. If several are left, the later ones end the conversation rather
+    than the turn if they vanish when somebody speaks on. None if the template writes none.
     """
     try:
         _around(conversation, messages, len(messages) - 1)
@@ -255,7 +255,7 @@ def _marker(conversation: Conversation, messages: list[Message], k: int, tail: s
 
 
 def _marker_before_header(conversation: Conversation, messages: list[Message], k: int, tail: str) -> Span:
-    """The marker where turns end otherwise within a conversation than at its end: an added token before a new header."""
+    """The marker where turns end otherwise within a conversation than at its end: a token right before a header."""
     specials = conversation.template.specials
     opener = _leading(_generation_header(conversation, messages[:k]), specials)
     marker = _leading(tail, specials)

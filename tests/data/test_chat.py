@@ -18,7 +18,8 @@ HEADERS = (
 )
 INST = (
     "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
     "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 FOLDED = (
@@ -28,14 +29,15 @@ FOLDED = (
     "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
 )
 FORGETFUL = (
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
     "{% set said = m['content'].split('</think>')[-1].lstrip() %}"
     "{% set thought = m['content'].split('</think>')[0] if '</think>' in m['content'] else '<think>\n\n' %}"
     "{% if loop.index0 > ns.last %}{{ thought }}</think>\n\n{% endif %}{{ said }}"
     "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
 )
-"""Deletes the reasoning of all turns but those after the last question, where it writes an empty block if there is none."""
+"""Deletes the reasoning of turns before the last question, and writes an empty block into those after it that have none."""
 FORGETFUL_CLOSED = FORGETFUL + GENERATION_PROMPT
 FORGETFUL_OPEN = FORGETFUL + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 TOOLS = (
@@ -44,7 +46,8 @@ TOOLS = (
     "<tool>{{ call['function'] | tojson }}</tool>{% endfor %}<|im_end|>\n{% endfor %}" + GENERATION_PROMPT
 )
 MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
     "<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}" + GENERATION_PROMPT
 )
 ENDS_TWICE = CHATML.replace("{% endfor %}", "{% endfor %}{% if not add_generation_prompt %}<eos>{% endif %}")
@@ -53,8 +56,11 @@ RETURNS = (
     "{% if loop.last and m['role'] == 'assistant' %}<|return|>{% else %}<|eot|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
-"""The last turn of a conversation ends with another token than the earlier ones, and a header is longer than the prompt for it."""
-PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+"""The last turn ends with another token than the earlier ones, and a header is longer than the generation prompt."""
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 EXPECTED = {
     "chatml": (CHATML, ["A1<|im_end|>", "A2<|im_end|>"]),

@@ -65,7 +65,9 @@ def test_what_has_no_format_is_explained(row, message):
 
 
 def test_all_rows_are_looked_at():
-    with pytest.raises(ValueError, match=r"train row 2 is prompt_completion in prompt \+ completion \(plain text\), but row 0 is text"):
+    with pytest.raises(
+        ValueError, match=r"train row 2 is prompt_completion in prompt \+ completion \(plain text\), but row 0 is text"
+    ):
         detect([{"text": "a"}, {"text": "b"}, {"prompt": "q", "completion": "a"}])
     with pytest.raises(ValueError, match="eval row 1: no text to train on"):
         detect([{"text": "a"}, {"foo": "a"}], name="eval")
@@ -78,7 +80,13 @@ def test_is_conversational():
     assert is_conversational({"prompt": [USER]})
     assert is_conversational({"prompt": "q", "completion": [ANSWER]})
     assert is_conversational({"chosen": [{"role": "user"}]})
-    for row in ({"prompt": "q"}, {"prompt": []}, {"text": "a"}, {"conversations": [USER]}, {"messages": [{"from": "x"}]}):
+    for row in (
+        {"prompt": "q"},
+        {"prompt": []},
+        {"text": "a"},
+        {"conversations": [USER]},
+        {"messages": [{"from": "x"}]},
+    ):
         assert not is_conversational(row)
 
 
@@ -89,7 +97,10 @@ def test_is_conversational_from_value():
 
 
 def test_sharegpt_becomes_chatml():
-    row = {"conversations": [{"from": who, "value": who} for who in ("system", "human", "gpt", "function", "judge")], "x": 1}
+    row = {
+        "conversations": [{"from": who, "value": who} for who in ("system", "human", "gpt", "function", "judge")],
+        "x": 1,
+    }
     roles = ["system", "user", "assistant", "tool", "judge"]
     original = ["system", "human", "gpt", "function", "judge"]
     expected = [{"role": role, "content": content} for role, content in zip(roles, original, strict=True)]

@@ -10,7 +10,15 @@ from strop.data.tokenize import eos_id, tokenise_chats, tokenise_texts
 BOS, EOS = 0, 1
 LETTERS = "abcdefghx "
 VOCABULARY = {"<s>": BOS, "</s>": EOS} | {("Ġ" if letter == " " else letter): i + 2 for i, letter in enumerate(LETTERS)}
-A, B, C, X, SPACE, AB, SPACE_C = VOCABULARY["a"], VOCABULARY["b"], VOCABULARY["c"], VOCABULARY["x"], VOCABULARY["Ġ"], 12, 13
+A, B, C, X, SPACE, AB, SPACE_C = (
+    VOCABULARY["a"],
+    VOCABULARY["b"],
+    VOCABULARY["c"],
+    VOCABULARY["x"],
+    VOCABULARY["Ġ"],
+    12,
+    13,
+)
 
 
 def make(around: str = "$A", trim_offsets: bool = False) -> PreTrainedTokenizerFast:
@@ -127,7 +135,9 @@ def test_spans_of_a_conversation(trim_offsets):
 
 def test_letters_of_several_tokens_belong_together():
     """é is two bytes, each a token with the offsets of the letter."""
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer = Tokenizer(
+        models.BPE({letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     (row,) = tokenise_chats(PreTrainedTokenizerFast(tokenizer_object=tokenizer), ["éxéx"], [[(2, 3)]], [Fate(0)])
     assert [label != -100 for label in row.labels] == [False, False, False, True, True, False]
