@@ -61,6 +61,11 @@ class ChatTemplate:
         return self.tokenizer.get_chat_template(None, tools)
 
     @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """What templates may refer to by name: bos_token and the like."""
+        return self.tokenizer.special_tokens_map
+
+    @cached_property
     def roles(self) -> frozenset[str]:
         """The roles that rows may use."""
         return roles_known_to(self.source(None))
@@ -94,7 +99,7 @@ class Conversation:
         return texts[0], [(start, end) for start, end in spans[0] if start < end]
 
     def _render(self, messages: list[Message], **how):
-        given = {**self.template.tokenizer.special_tokens_map, **self.options}
+        given = {**self.template.special_tokens, **self.options}
         try:
             return render_jinja_template(
                 [messages], tools=self.tools, chat_template=self.template.source(self.tools), **(given | how)

@@ -37,7 +37,7 @@ FORGETFUL = (
     "{% if loop.index0 > ns.last %}{{ thought }}</think>\n\n{% endif %}{{ said }}"
     "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
 )
-"""Deletes the reasoning of turns before the last question, and writes an empty block into those after it that have none."""
+"""Deletes the reasoning of turns before the last question, and writes an empty block into later ones without any."""
 FORGETFUL_CLOSED = FORGETFUL + GENERATION_PROMPT
 FORGETFUL_OPEN = FORGETFUL + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 TOOLS = (
