@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.models.forward import base_model, forward
-from strop.models.head import HeadScores, LogitTransform, Scoring, score_head
+from strop.models.head import CPU_TILE_TOKENS, HeadScores, LogitTransform, Scoring, score_head
 
 PROBE = 20.0
 """What the model is told its head said; large enough to tell a soft cap of 30 from none in bfloat16."""
@@ -71,6 +71,15 @@ def logps(
     link = output.logits.flatten()[:0].sum().float()
     scores = (x + link if x is not None and x.requires_grad else x for x in scorer.results[0])
     return TokenScores(*scores, aux_loss=getattr(output, "aux_loss", None))  # type: ignore[misc, arg-type]
+
+
+@torch.no_grad()
+def top_ids(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """(B, T) int64: the likeliest token in the place of each target, 0 where the completion mask is."""
+    scorer = _TopIds(_output_embedding(base_model(model)), batch, Scoring())
+    with scorer.in_place():
+        forward(model, batch)
+    return scorer.results[0].logps
 
 
 def logit_transform(base: nn.Module, temperature: float = 1.0) -> LogitTransform:
@@ -138,10 +147,13 @@ class _HeadScorer:
         predictors = self._predictors(hidden).to(hidden.device)[mask]
         targets = self.batch["targets"].to(hidden.device)[mask]
         states = hidden.flatten(0, -2).index_select(0, predictors)
-        scores = score_head(self.head, states, targets, self.scoring, self.call)
+        scores = self._score(states, targets)
         self.results.append(HeadScores(*(None if x is None else _on_rows(x, mask) for x in scores)))  # type: ignore[arg-type]
         nothing = scores.logps[:0].sum().to(hidden.dtype)
         return hidden.new_full((*hidden.shape[:-1], 1), PROBE) + nothing
+
+    def _score(self, states: Tensor, targets: Tensor) -> HeadScores:
+        return score_head(self.head, states, targets, self.scoring, self.call)
 
     def _predictors(self, hidden: Tensor) -> Tensor:
         """The batch's predictors, moved on by the virtual tokens that prompt tuning puts before every row."""
@@ -149,6 +161,14 @@ class _HeadScorer:
         virtual = hidden.shape[-2] - width
         predictors = self.batch["predictors"]
         return predictors + (predictors // width + 1) * virtual
+
+
+class _TopIds(_HeadScorer):
+    """Leaves ids in the place of log-probabilities. Whatever a model does to its logits keeps their order."""
+
+    def _score(self, states: Tensor, targets: Tensor) -> HeadScores:
+        ids = torch.cat([self.call(part).argmax(-1) for part in states.split(CPU_TILE_TOKENS)])
+        return HeadScores(ids, None, None, None)
 
 
 def _on_rows(values: Tensor, mask: Tensor) -> Tensor:

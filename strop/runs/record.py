@@ -111,8 +111,7 @@ class RunRecord(TrainerCallback):
         A fresh run keeps what this object logged just before it (an evaluation of the untrained model) and no line of
         an earlier run. A resumed run keeps the earlier process's lines that its checkpoint knows of.
         """
-        if not path.exists():
-            return
+        path.touch()
         content = path.read_bytes()
         own = len(content) if self._loose_from is None else self._loose_from
         if state.global_step:

@@ -19,7 +19,7 @@ from strop.data.prepare import prepare
 from strop.losses.reduce import StepCounts, token_mean
 from strop.losses.supervised import SUPERVISED_LOSSES, label_smoothed
 from strop.models.forward import forward
-from strop.models.logps import TokenScores, logps
+from strop.models.logps import TokenScores, logps, top_ids
 from strop.models.neftune import neftune
 
 from .base import BaseTrainer
@@ -159,5 +159,5 @@ class SFTTrainer(BaseTrainer):
     def predictions(self, model: Module, batch: Batch) -> tuple[Tensor, Tensor]:
         labels = batch["targets"].masked_fill(batch["completion_mask"] == 0, IGNORE)
         if self.preprocess_logits_for_metrics is None:
-            return logps(model, batch, top_ids=True).top_ids, labels
+            return top_ids(model, batch), labels
         return forward(model, batch).logits, flat_labels(batch)
