@@ -1,0 +1,98 @@
+"""The README, the pages of docs/ and the examples do what they say, on a tiny model in place of a real one."""
+
+import io
+import json
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+
+from strop.cli import main, quickstart
+from strop.cli.args import Options
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = sorted([REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").glob("*.md")])
+STAND_IN = re.compile(r"HuggingFaceTB/SmolLM2-135M-Instruct|path/or/hub-id")
+"""What documents call the model; a tiny one takes its place."""
+
+
+def snippets(markdown: str) -> list[tuple[str, str]]:
+    """("python", code) of each fenced block and ("strop", command) of each command line, in the order of the page."""
+    found, fence, block = [], None, []
+    for line in markdown.replace("\\\n", " ").splitlines():
+        if line.startswith("```"):
+            if fence == "python":
+                found.append(("python", "\n".join(block)))
+            fence, block = (None, []) if fence is not None else (line[3:], [])
+        elif fence == "python":
+            block.append(line)
+        elif match := re.match(r"(?:    )?(?:\.venv/bin/)?(strop \S.*)$", line if fence or line[:4] == "    " else ""):
+            found.append(("strop", match[1]))
+    return found
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch, chat_rows):
+    """A folder with the files that documents speak of, as the working directory; nothing is typed."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if snippets(p.read_text())], ids=lambda page: page.name)
+def test_every_snippet_of_a_page_runs(page, workplace, tiny_folder):
+    names: dict = {}
+    for kind, text in snippets(page.read_text()):
+        text = STAND_IN.sub(str(tiny_folder), text)
+        if kind == "python":
+            exec(compile(text, page.name, "exec"), names)
+        else:
+            run_command(shlex.split(text, comments=True)[1:])
+
+
+def run_command(words: list[str]) -> None:
+    """Run a command of the docs; of the quickstart only the options are read, it has tests of its own."""
+    if "..." in words:
+        return
+    if words[0] == "quickstart":
+        options = Options("strop quickstart", [quickstart.QuickstartArguments])
+        options.build(options.read(words[1:]))
+        return
+    if words[0] == "chat" and words[1] == "quickstart":
+        return
+    assert main.main(words) == 0, words
+
+
+def test_the_example_in_python_runs(workplace, tiny_folder):
+    example = runpy.run_path(str(REPOSITORY / "examples" / "sft.py"))
+    example["main"](str(tiny_folder), "out")
+    assert (workplace / "out" / "adapter_model.safetensors").exists()
+
+
+def test_the_example_config_runs(workplace, tiny_folder):
+    config = str(REPOSITORY / "examples" / "sft.yaml")
+    assert main.main(["sft", "--config", config, "--model", str(tiny_folder), "--data", "rows.jsonl"]) == 0
+    assert (workplace / "sft-from-yaml" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#]+)", page.read_text())
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_every_page_is_in_the_index():
+    index = (REPOSITORY / "docs" / "README.md").read_text()
+    assert not [page.name for page in (REPOSITORY / "docs").glob("*.md") if page.name not in index + "README.md"]
+
+
+def test_every_extra_of_the_readme_exists():
+    import tomllib
+
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    listed = re.search(r"Extras: (.*?);", (REPOSITORY / "README.md").read_text(), re.S)
+    assert set(re.findall(r"`([\w-]+)`", listed[1])) == extras.keys() - {"dev", "quickstart"}
