@@ -181,8 +181,8 @@ def renamed(cls_name: str, name: str, value: Any) -> tuple[str, Any]:
         raise ValueError(f"{cls_name} has no option {name!r} any more: {entry.instead}.")
     now = f"a field of its config: {entry.to}" if isinstance(entry, Moved) else f"called {entry.to}"
     warn_once(f"{cls_name}({name}=...) is now {now}; the old name will stop working in 1.0.")
-    converts = isinstance(entry, Renamed) and entry.value is not None
-    return entry.to, entry.value(value) if converts else value
+    convert = entry.value if isinstance(entry, Renamed) else None
+    return entry.to, convert(value) if convert else value
 
 
 def _put(cls_name: str, values: dict[str, Any], to: str, value: Any, old: str) -> None:

@@ -114,9 +114,10 @@ def field_owners(cls: type) -> dict[str, type]:
 
 
 def _strings_under_fields(cls: type) -> dict[str, str]:
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
-    return {
-        field.target.id: below.value.value
-        for field, below in itertools.pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-    }
+    definition = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    docs = {}
+    for pair in itertools.pairwise(definition.body if isinstance(definition, ast.ClassDef) else []):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = text
+    return docs

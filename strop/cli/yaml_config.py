@@ -54,7 +54,7 @@ def read_config(path: str | Path) -> dict[str, Setting]:
         loader.dispose()
 
 
-def _settings(loader: yaml.Loader, root: yaml.Node | None, path: str) -> dict[str, Setting]:
+def _settings(loader: Yaml12Loader, root: yaml.Node | None, path: str) -> dict[str, Setting]:
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):

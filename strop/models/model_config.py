@@ -45,7 +45,7 @@ class ModelConfig:
     lora_dropout: float = 0.05
     """Dropout on the adapter's input."""
 
-    lora_target_modules: list[str] | None = None
+    lora_target_modules: list[str] | str | None = None
     """Modules that get an adapter, by the end of their names, or "all-linear"; the model's usual ones if not set."""
 
     lora_target_parameters: list[str] | None = None

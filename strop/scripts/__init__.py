@@ -1,6 +1,12 @@
 """Import paths that users know; the code is in `strop.cli` and `strop.data`."""
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from strop.cli.arguments import ScriptArguments
+    from strop.cli.parser import TrlParser
+    from strop.data.mixture import DatasetMixtureConfig, get_dataset
 
 _MODULES = {
     "DatasetMixtureConfig": "strop.data.mixture",

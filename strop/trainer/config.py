@@ -138,7 +138,7 @@ class BaseConfig(transformers.TrainingArguments):
         for name in self._VALID_DICT_FIELDS:
             if isinstance(value := getattr(self, name), dict):
                 setattr(own, name, dict(value))
-        values = super(BaseConfig, own).to_dict()
+        values = transformers.TrainingArguments.to_dict(own)
         for name in ("eos_token", "pad_token"):  # super() takes them for secrets
             if name in values:
                 values[name] = getattr(self, name)
