@@ -12,9 +12,8 @@ with a loss and up to T own tokens each (what a row shares with others is not it
     completion_mask  (B, T) int64  1 exactly where the loss counts
 
 Everything a token has stands at the token's own index of its row; nobody shifts anything. A packed batch also holds
-`rows`, the index in `segments` of each of the B rows. Two host-side numbers complete a
-batch: `num_tokens`, what the model reads without padding, and `rows_per_example`, how many of the B rows each example of the
-data set gave.
+`rows`, the index in `segments` of each of the B rows. Two things on the host complete a batch: `num_tokens`, what the model
+reads without padding, and `examples`, the size of each example of the data set that it was made of.
 """
 
 from collections.abc import Sequence
@@ -50,6 +49,15 @@ class TokenRow:
     """Position, in the list of rows, of the row that this one continues; -1 for none."""
     streams: dict[str, Sequence[float]] = field(default_factory=dict)
     """Anything else that each token has, e.g. {"old_logps": [...]}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """How much of a batch one example of the data set is."""
+
+    num_rows: int
+    """Of the B rows with a loss."""
+    num_tokens: int
 
 
 def collate(rows: Sequence[TokenRow], layout: Layout, pad_token_id: int, multiple_of: int = 1) -> Batch:
@@ -162,16 +170,21 @@ def flat_labels(batch: Batch) -> Tensor:
     """Labels at their own index of `input_ids`, same shape, -100 where there is no loss: what functions of full logits expect."""
     labels = torch.full_like(batch["input_ids"], IGNORE)
     mask = batch["completion_mask"].bool()
-    labels.view(-1)[batch["predictors"][mask] + 1] = batch["targets"][mask]
+    if "segments" in batch:
+        starts = torch.tensor([batch["segments"].starts[i] for i in batch["rows"]], device=labels.device)
+        places = starts[:, None] + torch.arange(mask.shape[1], device=labels.device)
+    else:
+        places = batch["predictors"] + 1
+    labels.view(-1)[places[mask]] = batch["targets"][mask]
     return labels
 
 
 def keep_examples(batch: Batch, count: int) -> Batch:
-    """`batch` with a loss on its first `count` examples only."""
-    rows = sum(batch["rows_per_example"][:count]) if "rows_per_example" in batch else count
+    """`batch` with a loss on its first `count` examples only; the tokens of the others don't count either."""
+    sizes = batch.get("examples") or [Example(1, int(n)) for n in batch["attention_mask"].sum(-1)]
     mask = batch["completion_mask"].clone()
-    mask[rows:] = 0
-    return batch | {"completion_mask": mask}
+    mask[sum(size.num_rows for size in sizes[:count]) :] = 0
+    return batch | {"completion_mask": mask, "num_tokens": sum(size.num_tokens for size in sizes[:count])}
 
 
 def leading_rows(packed: Batch, num_tokens: int) -> Batch:
@@ -206,7 +219,8 @@ class SupervisedCollator:
     def __call__(self, examples: list[dict[str, Any]]) -> Batch:
         rows = [list(_rows_of(example)) for example in examples]
         batch = collate([row for several in rows for row in several], self.layout, self.pad_token_id, self.multiple_of)
-        return batch | {"rows_per_example": tuple(map(len, rows))}
+        sizes = [Example(len(several), sum(len(row.input_ids) for row in several)) for several in rows]
+        return batch | {"examples": sizes}
 
 
 def _rows_of(example: dict[str, Any]):

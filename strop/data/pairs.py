@@ -7,7 +7,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from strop.data.collate import IGNORE, Batch, TokenRow, collate
+from strop.data.collate import IGNORE, Batch, Example, TokenRow, collate
 from strop.data.formats import detect
 from strop.data.recipe import Recipe, RowMaker
 from strop.models.segments import Layout
@@ -90,4 +90,5 @@ class PairCollator:
             if example["prompt_ids"]:
                 rows.append(TokenRow(example["prompt_ids"], None))
             rows += [TokenRow(example[f"{side}_ids"], example[f"{side}_ids"], parent=prompt) for side in SIDES]
-        return collate(rows, self.layout, self.pad_token_id, self.multiple_of) | {"rows_per_example": (2,) * len(examples)}
+        sizes = [Example(2, sum(len(example[column]) for column in COLUMNS)) for example in examples]
+        return collate(rows, self.layout, self.pad_token_id, self.multiple_of) | {"examples": sizes}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from strop.data.collate import SupervisedCollator, TokenRow, as_batch, collate, keep_examples
+from strop.data.collate import Example, SupervisedCollator, TokenRow, as_batch, collate, flat_labels, keep_examples
 
 PAIR = [TokenRow([11, 12], None), TokenRow([13, 14], [13, 14], parent=0), TokenRow([15], [15], parent=0)]
 #  stream of the pair, packed:  11 12 | 13 14 | 15     what predicts 13 and 15 is 12, at index 1
@@ -75,7 +75,7 @@ def test_packed_examples_come_apart_into_their_rows():
     assert batch["segments"].lengths == (5, 3)
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
     assert batch["completion_mask"].tolist() == [[0, 0, 1, 1, 1], [0, 1, 1, 0, 0]]
-    assert batch["rows_per_example"] == (2,)
+    assert batch["examples"] == [Example(2, 8)]
 
 
 def test_masks_stand_in_for_labels_and_intersect():
@@ -87,6 +87,7 @@ def test_examples_that_do_not_count_lose_their_rows():
     examples = [{"input_ids": [1, 2, 3, 4], "seq_lengths": [2, 2]}, {"input_ids": [5, 6]}]
     batch = SupervisedCollator(0)(examples)
     assert keep_examples(batch, 1)["completion_mask"].tolist() == [[0, 1], [0, 1], [0, 0]]
+    assert keep_examples(batch, 1)["num_tokens"] == 4
     assert keep_examples(batch, 0)["completion_mask"].sum() == 0
     assert batch["completion_mask"].sum() == 3
 
@@ -111,3 +112,8 @@ def test_a_foreign_stream_is_cut_where_positions_restart():
 def test_a_collator_without_labels_is_refused():
     with pytest.raises(ValueError, match=r"gave \['attention_mask', 'input_ids'\].*needs `input_ids` and `labels`"):
         as_batch({"input_ids": torch.ones(1, 1), "attention_mask": torch.ones(1, 1)})
+
+
+@pytest.mark.parametrize(("layout", "expected"), [("packed", [[-100, -100, 13, 14, 15]]), ("padded", [[-100, -100, 13, 14], [-100, -100, 15, -100]])])
+def test_flat_labels_stand_where_their_token_stands(layout, expected):
+    assert flat_labels(collate(PAIR, layout, 0)).tolist() == expected

@@ -3,6 +3,7 @@
 import pytest
 from datasets import Dataset
 
+from strop.data.collate import Example
 from strop.data.pairs import PairCollator, prepare_pairs
 
 
@@ -67,4 +68,4 @@ def test_a_packed_pair_holds_its_prompt_once():
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5]]
     assert batch["targets"].tolist() == [[3, 4], [5, 0]]
     assert batch["predictors"].tolist() == [[1, 2], [1, 0]]
-    assert batch["rows_per_example"] == (2,)
+    assert batch["examples"] == [Example(2, 5)]
