@@ -24,7 +24,8 @@ from strop.data.report import GONE, PreparationReport
 
 logger = logging.getLogger(__name__)
 
-AnyRows = Dataset | IterableDataset | torch.utils.data.Dataset | list
+AnyRows = Any
+"""A Dataset or IterableDataset, of the datasets library or of torch, or a list of dicts."""
 HOPELESS_ROWS = 1000
 """A stream whose first rows, this many, are all dropped is given up."""
 

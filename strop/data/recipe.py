@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import pyarrow as pa
@@ -155,10 +155,11 @@ class RowMaker:
         pieces = fit(row, recipe.max_length, recipe.overlong, recipe.truncation_mode)
         return [piece if piece.fate & Fate.DROPPED else without_untrainable(piece) for piece in pieces]
 
-    def _tokenised(self, rows: list[Row], indices: Sequence[int]) -> tuple[list[int], list[Prepared]]:
+    def _tokenised(self, rows: Sequence[Row], indices: Sequence[int]) -> tuple[list[int], list[Prepared]]:
         """The rows that `rows` make, each with the index of the row it comes from."""
         if self.formatting_func is not None:
-            texts = [at_row(i, self.name, self._formatted, row) for i, row in zip(indices, rows, strict=True)]
+            write = partial(_formatted, self.formatting_func)
+            texts = [at_row(i, self.name, write, row) for i, row in zip(indices, rows, strict=True)]
             origins = [i for i, parts in zip(indices, texts, strict=True) for _ in parts]
             return origins, tokenise_texts(self.tokenizer, [text for parts in texts for text in parts], None, self.eos)
         for index, row in zip(indices, rows, strict=True):
@@ -196,17 +197,7 @@ class RowMaker:
 
     # Text
 
-    def _formatted(self, row: Row) -> list[str]:
-        result = self.formatting_func(row)
-        texts = [result] if isinstance(result, str) else result
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise ValueError(
-                f"formatting_func returned {type(result).__name__} {str(result)[:60]!r}; expected a string or a list "
-                f"of strings"
-            )
-        return texts
-
-    def _texts(self, rows: list[Row]) -> list[Prepared]:
+    def _texts(self, rows: Sequence[Row]) -> list[Prepared]:
         if self.found.kind == "text":
             return tokenise_texts(self.tokenizer, [row[self.found.columns[0]] for row in rows], None, self.eos)
         texts = [row["prompt"] + row["completion"] for row in rows]
@@ -232,13 +223,14 @@ class RowMaker:
 
     # Conversations
 
-    def _chats(self, rows: list[Row], indices: Sequence[int]) -> tuple[list[int], list[Prepared]]:
+    def _chats(self, rows: Sequence[Row], indices: Sequence[int]) -> tuple[list[int], list[Prepared]]:
         chats = [at_row(i, self.name, self._rendered, row) for i, row in zip(indices, rows, strict=True)]
         origins = [i for i, parts in zip(indices, chats, strict=True) for _ in parts]
         made = self._tokenise_chats([chat for parts in chats for chat in parts])
-        if self.recipe.turns != "all" and self.recipe.overlong == "truncate" and self.recipe.max_length:
+        limit = self.recipe.max_length
+        if self.recipe.turns != "all" and self.recipe.overlong == "truncate" and limit is not None:
             sources = [(row, k) for row, parts in zip(rows, chats, strict=True) for k in range(len(parts))]
-            made = [self._shortened(whole, *source) for whole, source in zip(made, sources, strict=True)]
+            made = [self._shortened(whole, limit, *source) for whole, source in zip(made, sources, strict=True)]
         return origins, made
 
     def _tokenise_chats(self, chats: Sequence[Chat]) -> list[Prepared]:
@@ -277,9 +269,9 @@ class RowMaker:
         spans = [(max(start, begin), end) for begin, end in spans if end > start]
         return text, spans, Fate.REWRITTEN if rewritten else Fate(0)
 
-    def _shortened(self, whole: Prepared, row: Row, k: int) -> Prepared:
+    def _shortened(self, whole: Prepared, limit: int, row: Row, k: int) -> Prepared:
         """A conversation of which the last turn is trained, without its oldest turns if it is too long with them."""
-        limit, shorter = self.recipe.max_length, whole
+        shorter = whole
         messages = self._conversations(row)[0][k] if len(whole.input_ids) > limit else []
         for kept in _without_oldest(messages):
             if len(shorter.input_ids) <= limit:
@@ -289,6 +281,17 @@ class RowMaker:
             lost = len(whole.input_ids) - len(shorter.input_ids)
             shorter = Prepared(shorter.input_ids, shorter.labels, whole.fate | Fate.TRUNCATED, whole.length, lost)
         return shorter
+
+
+def _formatted(formatting_func: FormattingFunc, row: Row) -> list[str]:
+    result = formatting_func(row)
+    texts = [result] if isinstance(result, str) else result
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            f"formatting_func returned {type(result).__name__} {str(result)[:60]!r}; expected a string or a list "
+            f"of strings"
+        )
+    return texts
 
 
 def _without_oldest(messages: list[dict]) -> list[list[dict]]:
