@@ -10,6 +10,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
@@ -17,6 +18,7 @@ from datasets.fingerprint import Hasher, generate_random_fingerprint
 from transformers import PreTrainedTokenizerBase
 
 import strop
+from strop.data.collate import IGNORE
 from strop.data.formats import CHECKED_ROWS, Format, detect, validate
 from strop.data.pack import pack_dataset
 from strop.data.recipe import COUNTS, FormattingFunc, Recipe, RowMaker, check_targets
@@ -159,6 +161,22 @@ def _refuse_batched(formatting_func: FormattingFunc, row: dict[str, Any]) -> Non
 
 def _prepared_set(dataset: Dataset, maker: RowMaker, report: PreparationReport, args: Any, packing: bool) -> Dataset:
     was_prepared = dataset.info.description == PREPARED
+    if _counts_as_prepared(dataset, maker.recipe, report):
+        kept = dataset.with_format(None)  # a copy, so that the description of the original stays as it is
+    else:
+        kept = _made(dataset, maker, report, args)
+    if args.shuffle_dataset and not was_prepared:
+        kept = kept.shuffle(seed=args.seed)
+    if packing and "seq_lengths" not in kept.column_names:
+        kept = _packed(kept, args)
+        report.packed_rows = len(kept)
+    kept.info.description = PREPARED
+    logger.info("%s", report)
+    return kept
+
+
+def _made(dataset: Dataset, maker: RowMaker, report: PreparationReport, args: Any) -> Dataset:
+    """The rows that `maker` makes, without those that are dropped; counted, and warned about."""
     counted = dataset.map(
         maker,
         batched=True,
@@ -174,16 +192,40 @@ def _prepared_set(dataset: Dataset, maker: RowMaker, report: PreparationReport, 
     _warn(report)
     kept = counted.remove_columns(list(COUNTS))
     gone = fates & int(GONE) != 0
-    if gone.any():
-        kept = kept.select(np.flatnonzero(~gone))
-    if args.shuffle_dataset and not was_prepared:
-        kept = kept.shuffle(seed=args.seed)
-    if packing and "seq_lengths" not in kept.column_names:
-        kept = _packed(kept, args)
-        report.packed_rows = len(kept)
-    kept.info.description = PREPARED
-    logger.info("%s", report)
-    return kept
+    return kept.select(np.flatnonzero(~gone)) if gone.any() else kept
+
+
+def _counts_as_prepared(dataset: Dataset, recipe: Recipe, report: PreparationReport) -> bool:
+    """Whether nothing is left to do to any row; if so, they are counted."""
+    columns = set(dataset.column_names)
+    if not {"input_ids", "labels"} <= columns <= {"input_ids", "labels", "seq_lengths"}:
+        return False
+    longest = None if "seq_lengths" in columns else recipe.max_length
+    counts = []
+    for table in dataset.with_format("arrow").iter(10_000):
+        lengths, trained = _lengths_and_trained(table)
+        if lengths is None or trained is None or trained.min() < 1 or (longest is not None and lengths.max() > longest):
+            return False
+        counts.append((lengths, trained))
+    report.rows_in = len(dataset)
+    for lengths, trained in counts:
+        nothing = np.zeros_like(lengths)
+        report.count(nothing, lengths, nothing, nothing)
+        report.tokens += int(lengths.sum())
+        report.trained_tokens += int(trained.sum())
+    return True
+
+
+def _lengths_and_trained(table: pa.Table) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    """Each row's tokens and labels that train something; None where the two columns don't match or rows are empty."""
+    ids, labels = (table.column(name).combine_chunks() for name in ("input_ids", "labels"))
+    lengths = pc.fill_null(pc.list_value_length(ids), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    if lengths.min() < 1 or not pc.list_value_length(labels).equals(pc.list_value_length(ids)):
+        return None, None
+    labelled = labels.flatten().to_numpy(zero_copy_only=False) != IGNORE
+    ends = np.cumsum(lengths)
+    before = np.concatenate([[0], np.cumsum(labelled)])
+    return lengths, before[ends] - before[ends - lengths] - labelled[ends - lengths]
 
 
 def _features(counts: bool, packed: bool) -> Features:

@@ -518,6 +518,17 @@ def test_the_second_start_tokenises_nothing(on_disk, tokenizer, calls):
     assert report.to_dict() == again.to_dict()
 
 
+def test_prepared_rows_are_only_counted(tokenizer, calls):
+    rows = [{"input_ids": [5, 6, 7], "labels": [5, -100, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}]
+    made, report = prepare(Dataset.from_list([*rows, rows[0]]).select([1, 0]), tokenizer, Args(max_length=3))
+    assert calls == []
+    assert rows_of(made) == rows[::-1]
+    assert (report.rows_in, report.rows_out, report.tokens, report.trained_tokens) == (2, 2, 5, 2)
+    for row, left in (({"input_ids": [5], "labels": [5]}, 2), ({"input_ids": [5] * 4, "labels": [5] * 4}, 3)):
+        assert len(prepare([*rows, row], tokenizer, Args(max_length=3))[0]) == left
+    assert calls == [3, 3]
+
+
 def test_whatever_matters_is_in_the_key(on_disk, calls):
     def with_added_token():
         tokenizer = golden_tokenizer()
