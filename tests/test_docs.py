@@ -5,6 +5,8 @@ import json
 import re
 import runpy
 import shlex
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -43,12 +45,13 @@ def workplace(tmp_path, monkeypatch, chat_rows):
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if snippets(p.read_text())], ids=lambda page: page.name)
-def test_every_snippet_of_a_page_runs(page, workplace, tiny_folder):
-    names: dict = {}
+def test_every_snippet_of_a_page_runs(page, workplace, tiny_folder, monkeypatch):
+    script = types.ModuleType("script_of_a_page")  # a real module, so that its functions can be saved by name
+    monkeypatch.setitem(sys.modules, script.__name__, script)
     for kind, text in snippets(page.read_text()):
         text = STAND_IN.sub(str(tiny_folder), text)
         if kind == "python":
-            exec(compile(text, page.name, "exec"), names)
+            exec(compile(text, page.name, "exec"), script.__dict__)
         else:
             run_command(shlex.split(text, comments=True)[1:])
 
