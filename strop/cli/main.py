@@ -17,6 +17,7 @@ COMMANDS = {
         "strop.cli.inspect:main",
         "show rows as the trainer sees them: which tokens are trained, context, padding",
     ),
+    "estimate": ("strop.cli.estimate:main", "say how much memory a run will take, without loading the model"),
     "chat": ("strop.cli.chat:main", "talk to a model or a trained folder"),
     "generate": ("strop.cli.chat:generate_main", "answer prompts from a file with a model or a trained folder"),
     "env": ("strop.cli.env:main", "print versions, devices, and what works here"),
@@ -41,8 +42,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = [*TRAINING, *COMMANDS]
         print(f"strop: error: there is no command {name!r}.{suggestion(name, known)}\n\n{usage()}", file=sys.stderr)
         return 2
+    return explained(name, rest)
+
+
+def explained(name: str, words: list[str]) -> int:
+    """Run a command that is no training; an error of ours is its text, without a traceback."""
     module, function = COMMANDS[name][0].split(":")
-    return getattr(importlib.import_module(module), function)(rest)
+    try:
+        return getattr(importlib.import_module(module), function)(words)
+    except ValueError as error:
+        from strop.cli.train import is_explained
+
+        if not is_explained(error):
+            raise
+        print(f"strop {name}: error: {error}", file=sys.stderr)
+        return 2
 
 
 def usage() -> str:

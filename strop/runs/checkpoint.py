@@ -1,7 +1,7 @@
 """Checkpoints that appear whole or not at all.
 
-A checkpoint is written into a hidden folder beside its destination, flushed to the disk and renamed into place; one that
-is no longer wanted is renamed away before it is deleted. A process killed at any moment leaves no folder
+A checkpoint is written into a hidden folder beside its destination, flushed to the disk and renamed into place; one
+that is no longer wanted is renamed away before it is deleted. A process killed at any moment leaves no folder
 `checkpoint-<step>` that lacks a file.
 """
 

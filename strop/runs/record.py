@@ -5,7 +5,7 @@
     loss.svg        training and evaluation loss (loss.png too where matplotlib is installed)
     report.html     all of it on one page
 
-`with recorded(trainer): trainer.train()` writes them; `load_metrics` and `load_run` read them back.
+`RunRecord` writes them, and every strop trainer has one; `load_metrics` and `load_run` read them back.
 """
 
 import json
@@ -15,8 +15,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -39,7 +38,7 @@ class RunRecord(TrainerCallback):
 
     `datasets` are the prepared data sets by name and `reports` their preparation reports; `samples` are rows for the
     report, such as {"prompt": ..., "before": ..., "after": ...}, and may be filled until the run ends. An exception
-    reaches a callback only through `fail`, so `recorded` is the way to use it.
+    reaches a callback only if whoever calls `train` hands it to `fail`.
     """
 
     def __init__(
@@ -120,19 +119,6 @@ class RunRecord(TrainerCallback):
         else:
             kept = content[own:]
         _replace(path, kept.decode())
-
-
-@contextmanager
-def recorded(trainer, reports: Mapping[str, Any] | None = None) -> Iterator[RunRecord]:
-    """A `RunRecord` of `trainer` for the length of a block; an exception that leaves the block closes it as failed."""
-    datasets = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
-    record = RunRecord({name: data for name, data in datasets.items() if data is not None}, reports)
-    trainer.add_callback(record)
-    try:
-        yield record
-    except BaseException as error:
-        record.fail(error)
-        raise
 
 
 def load_metrics(directory: str | os.PathLike) -> list[dict[str, Any]]:

@@ -3,13 +3,14 @@
 import json
 import math
 import xml.etree.ElementTree as ElementTree
+from contextlib import contextmanager
 
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from strop.runs.plot import Frame, loss_curves, loss_svg, thin, ticks
-from strop.runs.record import RunRecord, git_state, load_metrics, load_run, recorded
+from strop.runs.record import RunRecord, git_state, load_metrics, load_run
 
 TIMES = ("time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "eval_runtime",
          "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time",
@@ -49,6 +50,18 @@ def make_trainer(directory, max_steps=6, callbacks=()):
     )  # fmt: skip
     rows = [{"x": float(i % 3), "labels": 0.0} for i in range(12)]
     return Trainer(Line(), args, train_dataset=rows, eval_dataset=rows[:2], callbacks=list(callbacks))
+
+
+@contextmanager
+def recorded(trainer, reports=None):
+    """As strop's trainers do it."""
+    record = RunRecord({"train": trainer.train_dataset, "eval": trainer.eval_dataset}, reports)
+    trainer.add_callback(record)
+    try:
+        yield record
+    except Killed as error:
+        record.fail(error)
+        raise
 
 
 def train(directory, resume=None, evaluate_first=False, **settings):
