@@ -235,8 +235,9 @@ def _plain(value: Any) -> Any:
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if hasattr(value, "to_dict") and not isinstance(value, type):
-        return _plain(value.to_dict())
+    to_dict = None if isinstance(value, type) else getattr(value, "to_dict", None)
+    if to_dict is not None:
+        return _plain(to_dict())
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
