@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 EXPORTS = {
     "strop.trainer.sft": ("SFTTrainer",),
     "strop.trainer.config": ("SFTConfig",),
+    "strop.trainer.dpo": ("DPOConfig", "DPOTrainer"),
     "strop.models.model_config": ("ModelConfig", "get_kbit_device_map", "get_peft_config", "get_quantization_config"),
     "strop.data.pack": ("pack_dataset",),
     "strop.data.chat": ("apply_chat_template", "maybe_apply_chat_template"),
@@ -21,6 +22,8 @@ EXPORTS = {
     "strop.cli.parser": ("TrlParser",),
     "strop.callbacks.progress": ("RichProgressCallback",),
     "strop.callbacks.bema": ("BEMACallback",),
+    "strop.callbacks.completions": ("LogCompletionsCallback",),
+    "strop.callbacks.sync_ref": ("SyncRefModelCallback",),
 }
 """Module -> the public names it holds."""
 
@@ -28,12 +31,16 @@ _MODULES = {name: module for module, names in EXPORTS.items() for name in names}
 
 __all__ = [
     "BEMACallback",
+    "DPOConfig",
+    "DPOTrainer",
     "DatasetMixtureConfig",
+    "LogCompletionsCallback",
     "ModelConfig",
     "RichProgressCallback",
     "SFTConfig",
     "SFTTrainer",
     "ScriptArguments",
+    "SyncRefModelCallback",
     "TrlParser",
     "__version__",
     "apply_chat_template",
@@ -51,7 +58,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from strop.callbacks.bema import BEMACallback
+    from strop.callbacks.completions import LogCompletionsCallback
     from strop.callbacks.progress import RichProgressCallback
+    from strop.callbacks.sync_ref import SyncRefModelCallback
     from strop.cli.arguments import ScriptArguments
     from strop.cli.parser import TrlParser
     from strop.data.chat import apply_chat_template, maybe_apply_chat_template
@@ -61,6 +70,7 @@ if TYPE_CHECKING:
     from strop.models.model_config import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
     from strop.models.tokenizers import clone_chat_template
     from strop.trainer.config import SFTConfig
+    from strop.trainer.dpo import DPOConfig, DPOTrainer
     from strop.trainer.sft import SFTTrainer
 
 

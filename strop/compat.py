@@ -121,6 +121,8 @@ OLD_NAMES: dict[str, dict[str, Renamed | Moved | Removed]] = {
     "SFTConfig": TRAINING | SFT,
     "ModelConfig": MODEL,
     "SFTTrainer": TRAINER | SFT_TRAINER,
+    "DPOConfig": TRAINING,
+    "DPOTrainer": TRAINER,
 }
 """Class -> old keyword -> what became of it."""
 

@@ -39,8 +39,8 @@ class DataArguments:
     """A .jinja file with a chat template, or a model or folder whose tokenizer's template (and tokens) to adopt."""
 
     chat_template_kwargs: dict[str, Any] | None = None
-    """Arguments for the chat template, e.g. {"enable_thinking": false}; those in a row's own chat_template_kwargs column come
-    on top."""
+    """Arguments for the chat template, e.g. {"enable_thinking": false}; those in a row's own chat_template_kwargs
+    column come on top."""
 
 
 @dataclass
@@ -48,11 +48,13 @@ class PackingArguments:
     """How rows share a forward pass."""
 
     packing: bool = False
-    """Put several rows into one of max_length tokens; rows never see each other (but see packing_strategy="wrapped")."""
+    """Put several rows into one of max_length tokens; rows never see each other (but see
+    packing_strategy="wrapped")."""
 
     packing_strategy: str = "bfd"
-    """"bfd" truncates rows to max_length and fits them best-first decreasing; "bfd_split" cuts long rows into several instead of
-    truncating; "wrapped" concatenates everything and cuts every max_length tokens, so rows do see each other."""
+    """"bfd" truncates rows to max_length and fits them best-first decreasing; "bfd_split" cuts long rows into several
+    instead of truncating; "wrapped" concatenates everything and cuts every max_length tokens, so rows do see each
+    other."""
 
     eval_packing: bool | None = None
     """Pack the evaluation set too; like `packing` if not set."""
@@ -61,8 +63,8 @@ class PackingArguments:
     """Require the packed layout: refuse to run where the model would have to be given padded rows."""
 
     layout: str = "auto"
-    """"packed": rows of a micro-batch share one stream without padding. "padded": rows padded to one length. "auto": packed wherever
-    the model allows it, verified against padded on the first batch."""
+    """"packed": rows of a micro-batch share one stream without padding. "padded": rows padded to one length. "auto":
+    packed wherever the model allows it, verified against padded on the first batch."""
 
     pad_to_multiple_of: int | str | None = "auto"
     """Round the time axis up to a multiple of this; "auto" or None for none."""
@@ -79,5 +81,5 @@ class TargetArguments:
     """Train on what the assistant says (and its end-of-turn marker) only. Works with any chat template."""
 
     train_on_turns: str = "all"
-    """With assistant_only_loss: "all" turns of the assistant, the "last" one, or "expand" a conversation into one row a turn, each
-    rendered as at inference."""
+    """With assistant_only_loss: "all" turns of the assistant, the "last" one, or "expand" a conversation into one row a
+    turn, each rendered as at inference."""

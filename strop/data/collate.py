@@ -12,8 +12,8 @@ with a loss and up to T own tokens each (what a row shares with others is not it
     completion_mask  (B, T) int64  1 exactly where the loss counts
 
 Everything a token has stands at the token's own index of its row; nobody shifts anything. A packed batch also holds
-`rows`, the index in `segments` of each of the B rows. Two things on the host complete a batch: `num_tokens`, what the model
-reads without padding, and `examples`, the size of each example of the data set that it was made of.
+`rows`, the index in `segments` of each of the B rows. Two things on the host complete a batch: `num_tokens`, what the
+model reads without padding, and `examples`, the size of each example of the data set that it was made of.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ def collate(rows: Sequence[TokenRow], layout: Layout, pad_token_id: int, multipl
 
 
 def _packed(rows, segments: Segments, scored, pad_token_id: int, multiple_of: int):
-    stream = torch.cat([torch.as_tensor(row.input_ids, dtype=torch.int64) for row in rows])
+    stream = torch.cat([_tensor(row.input_ids) for row in rows])
     before = segments.predecessors()
     first_token = [segments.starts[i] for i in scored]
     first_predictor = [int(before[start]) for start in first_token]
@@ -94,7 +94,7 @@ def _padded(rows, segments: Segments, scored, pad_token_id: int, multiple_of: in
     whole = [[t for j in (*segments.ancestors(i), i) for t in rows[j].input_ids] for i in scored]
     width = -(-max(map(len, whole)) // multiple_of) * multiple_of
     batch = {
-        "input_ids": pad([torch.as_tensor(ids, dtype=torch.int64) for ids in whole], pad_token_id, width),
+        "input_ids": pad([_tensor(ids) for ids in whole], pad_token_id, width),
         "attention_mask": pad([torch.ones(len(ids), dtype=torch.int64) for ids in whole], 0, width),
         "num_tokens": sum(map(len, whole)),
     }
@@ -106,7 +106,7 @@ def _padded(rows, segments: Segments, scored, pad_token_id: int, multiple_of: in
 def _row_tensors(rows: list[TokenRow], first_token: list[int], first_predictor: list[int]) -> dict[str, Tensor]:
     """The layout-independent tensors; `first_token` and `first_predictor` say where each row begins."""
     width = max((len(row.input_ids) for row in rows), default=0)
-    labels = pad([torch.as_tensor(row.labels, dtype=torch.int64) for row in rows], IGNORE, width)
+    labels = pad([_tensor(row.labels) for row in rows], IGNORE, width)
     predictors = torch.tensor(first_token)[:, None] + torch.arange(-1, width - 1)
     predictors[:, 0] = torch.tensor(first_predictor)
     mask = (labels != IGNORE) & (predictors >= 0)  # nothing predicts the first token of a root
@@ -134,7 +134,9 @@ def as_batch(inputs: Batch) -> Batch:
     if "targets" in inputs:
         return inputs
     if "labels" not in inputs or "input_ids" not in inputs:
-        raise ValueError(f"the data collator gave {sorted(inputs)}, but a loss needs `input_ids` and `labels` (-100: no loss)")
+        raise ValueError(
+            f"the data collator gave {sorted(inputs)}, but a loss needs `input_ids` and `labels` (-100: no loss)"
+        )
     known = ("input_ids", "labels", "attention_mask", "position_ids")
     extra = {name: value for name, value in inputs.items() if name not in known}
     if inputs.get("attention_mask") is None and inputs.get("position_ids") is not None:
@@ -167,7 +169,8 @@ def _split_stream(inputs: Batch) -> Batch:
 
 
 def flat_labels(batch: Batch) -> Tensor:
-    """Labels at their own index of `input_ids`, same shape, -100 where there is no loss: what functions of full logits expect."""
+    """Labels at their own index of `input_ids`, same shape, -100 where there is no loss: what functions of full logits
+    expect."""
     labels = torch.full_like(batch["input_ids"], IGNORE)
     mask = batch["completion_mask"].bool()
     if "segments" in batch:
@@ -221,6 +224,54 @@ class SupervisedCollator:
         batch = collate([row for several in rows for row in several], self.layout, self.pad_token_id, self.multiple_of)
         sizes = [Example(len(several), sum(len(row.input_ids) for row in several)) for several in rows]
         return batch | {"examples": sizes}
+
+
+@dataclass
+class EncoderDecoderCollator:
+    """The same examples for a model whose encoder reads the prompt and whose decoder is trained on the rest.
+
+    The rest begins with the first token that has a label; each of its tokens is predicted from the one before, the
+    first from `decoder_start_token_id`. Always padded. Raises ValueError for a row without a prompt.
+    """
+
+    pad_token_id: int
+    decoder_start_token_id: int
+    multiple_of: int = 1
+
+    def __call__(self, examples: list[dict[str, Any]]) -> Batch:
+        rows = [row for example in examples for row in _rows_of(example)]
+        cuts = [next(i for i, label in enumerate(row.labels) if label != IGNORE) for row in rows]
+        if not all(cuts):
+            raise ValueError(
+                "a row is trained from its first token on, so the encoder of this model has nothing to read. Give it "
+                "rows with prompt and completion, and leave completion_only_loss unset"
+            )
+        prompts = [_tensor(row.input_ids[:cut]) for row, cut in zip(rows, cuts, strict=True)]
+        answers = [_tensor(row.input_ids[cut:]) for row, cut in zip(rows, cuts, strict=True)]
+        start = torch.tensor([self.decoder_start_token_id])
+        read, written = self._width(prompts), self._width(answers)
+        labels = pad([_tensor(row.labels[cut:]) for row, cut in zip(rows, cuts, strict=True)], IGNORE, written)
+        return {
+            "input_ids": pad(prompts, self.pad_token_id, read),
+            "attention_mask": pad([torch.ones_like(prompt) for prompt in prompts], 0, read),
+            "decoder_input_ids": pad(
+                [torch.cat([start, answer[:-1]]) for answer in answers], self.pad_token_id, written
+            ),
+            "targets": labels.masked_fill(labels == IGNORE, 0),
+            "predictors": torch.arange(labels.numel()).view_as(labels),
+            "completion_mask": (labels != IGNORE).long(),
+            "num_tokens": sum(map(len, prompts + answers)),
+            "examples": [
+                Example(1, len(prompt) + len(answer)) for prompt, answer in zip(prompts, answers, strict=True)
+            ],
+        }
+
+    def _width(self, rows: list[Tensor]) -> int:
+        return -(-max(map(len, rows)) // self.multiple_of) * self.multiple_of
+
+
+def _tensor(numbers: Sequence[int]) -> Tensor:
+    return torch.as_tensor(numbers, dtype=torch.int64)
 
 
 def _rows_of(example: dict[str, Any]):

@@ -16,17 +16,21 @@ SIDES = ("chosen", "rejected")
 COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
 
-def prepare_pairs(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None, name: str = "train") -> Dataset:
+def prepare_pairs(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None, name: str = "train"
+) -> Dataset:
     """`dataset` as columns prompt_ids, chosen_ids and rejected_ids; one that has them comes back as it is.
 
     Rows have `prompt`, `chosen` and `rejected` as texts or lists of messages, or only the latter two, which then begin
-    alike. Completions are cut at `max_length` tokens with their prompt. Raises ValueError for other rows, and where a side
-    of a pair is left without a token.
+    alike. Completions are cut at `max_length` tokens with their prompt. Raises ValueError for other rows, and where a
+    side of a pair is left without a token.
     """
     if set(COLUMNS) <= set(dataset.column_names):
         return dataset
     if not set(SIDES) <= set(dataset.column_names):
-        raise ValueError(f"the {name} data set has the columns {dataset.column_names}, but pairs need 'chosen' and 'rejected'")
+        raise ValueError(
+            f"the {name} data set has the columns {dataset.column_names}, but pairs need 'chosen' and 'rejected'"
+        )
 
     def tokenise(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
@@ -35,7 +39,9 @@ def prepare_pairs(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_leng
         pairs = [_pair(*both, max_length, index, name) for index, *both in zip(indices, *sides, strict=True)]
         return {column: [pair[i] for pair in pairs] for i, column in enumerate(COLUMNS)}
 
-    return dataset.map(tokenise, batched=True, with_indices=True, remove_columns=dataset.column_names, desc=f"Preparing {name}")
+    return dataset.map(
+        tokenise, batched=True, with_indices=True, remove_columns=dataset.column_names, desc=f"Preparing {name}"
+    )
 
 
 def _with_prompt(row: dict[str, Any]) -> dict[str, Any]:
@@ -52,14 +58,17 @@ def _shared(a: Sequence, b: Sequence) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _tokenised(rows: list[dict], side: str, tokenizer, indices: Sequence[int], name: str) -> list[tuple[list[int], int]]:
+def _tokenised(
+    rows: list[dict], side: str, tokenizer, indices: Sequence[int], name: str
+) -> list[tuple[list[int], int]]:
     """For each row, prompt and `side` as one list of ids, and where the completion starts in it."""
     columns = {"prompt": [row["prompt"] for row in rows], "completion": [row[side] for row in rows]}
     extra = {k: [row[k] for row in rows] for k in ("tools", "chat_template_kwargs") if k in rows[0]}
     found = detect([{"prompt": rows[0]["prompt"], "completion": rows[0][side]}], "text", name)
     table = RowMaker(tokenizer, Recipe(max_length=None), found, name)(columns | extra, indices)
     ids, labels = table.column("input_ids").to_pylist(), table.column("labels").to_pylist()
-    return [(i, next((t for t, label in enumerate(l) if label != IGNORE), len(i))) for i, l in zip(ids, labels, strict=True)]
+    starts = (next((i for i, label in enumerate(row) if label != IGNORE), len(row)) for row in labels)
+    return list(zip(ids, starts, strict=True))
 
 
 def _pair(chosen: tuple, rejected: tuple, max_length: int | None, index: int, name: str) -> tuple[list[int], ...]:
@@ -69,15 +78,17 @@ def _pair(chosen: tuple, rejected: tuple, max_length: int | None, index: int, na
     for side, completion in zip(SIDES, completions, strict=True):
         if not completion:
             raise ValueError(
-                f"row {index} of the {name} data set: its prompt of {len(prompt)} tokens leaves nothing of the {side} completion within "
-                f"max_length={max_length}, so there is nothing to compare. Raise max_length or shorten the prompt"
+                f"row {index} of the {name} data set: its prompt of {len(prompt)} tokens leaves nothing of the {side} "
+                f"completion within max_length={max_length}, so there is nothing to compare. Raise max_length or "
+                "shorten the prompt"
             )
     return prompt, *completions
 
 
 @dataclass
 class PairCollator:
-    """Examples {prompt_ids, chosen_ids, rejected_ids} to a batch whose rows are chosen, rejected, chosen, rejected, ..."""
+    """Examples {prompt_ids, chosen_ids, rejected_ids} to a batch whose rows are chosen, rejected, chosen, rejected,
+    ..."""
 
     pad_token_id: int
     layout: Layout = "packed"

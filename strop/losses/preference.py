@@ -1,7 +1,7 @@
 """Losses on preferred and dispreferred completions, each one a line of `PREFERENCE_LOSSES`.
 
-A loss takes `Pairs` and returns one loss a pair, (B,). Log-probabilities are natural logs summed over completion tokens.
-`beta` (1/nat) scales the implicit reward log pi/ref; `smoothing` is the chance that a label is flipped.
+A loss takes `Pairs` and returns one loss a pair, (B,). Log-probabilities are natural logs summed over completion
+tokens. `beta` (1/nat) scales the implicit reward log pi/ref; `smoothing` is the chance that a label is flipped.
 """
 
 from collections.abc import Callable

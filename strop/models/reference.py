@@ -50,11 +50,12 @@ class AdapterOff:
 
 
 def reference_for(model: Module, ref_model: Module | None = None) -> Reference:
-    """The reference of `model` as it is in memory: `ref_model` if given, else the model without its fresh adapter, else a copy."""
+    """The reference of `model` as it is in memory: `ref_model` if given, else the model without its fresh adapter, else
+    a copy."""
     if ref_model is model:
         raise ValueError(
-            "ref_model is the model itself, so it would be trained along and every log-ratio stay 0. Leave ref_model out for a copy "
-            "of the model as it is now, or load it a second time"
+            "ref_model is the model itself, so it would be trained along and every log-ratio stay 0. Leave ref_model "
+            "out for a copy of the model as it is now, or load it a second time"
         )
     if ref_model is not None:
         return FrozenModel(ref_model)

@@ -38,21 +38,25 @@ def prepare_tokenizer(processing_class: Any, args: Any) -> None:
     tokenizer.pad_token = checked_token(tokenizer, "pad_token", pad_token)
 
 
-def fit_model(model: nn.Module, processing_class: Any, may_grow: bool = False) -> list[int]:
-    """Makes the model, in place, fit a prepared tokenizer. Returns the ids that it has never seen, padding aside.
+def fit_model(model: nn.Module, processing_class: Any, may_grow: bool = False) -> None:
+    """Makes the model, in place, fit a prepared tokenizer.
 
     Its configuration and generation configuration get the padding and end-of-sequence token, and are saved with them;
     what ended a generation so far goes on ending it. With `may_grow`, for tokens that a chat template brought, its
     embedding gets the rows that it lacks. Refused: a tokenizer with ids that the model has no rows for.
     """
     tokenizer = inner_tokenizer(processing_class)
-    unseen = unseen_token_ids(tokenizer, model)
-    if unseen and may_grow and not is_peft(model):
-        grow_embeddings(model, max(unseen) + 1, ROW_MULTIPLE)
+    if may_grow and not is_peft(model):
+        grow_embeddings(model, max(tokenizer.get_vocab().values()) + 1, ROW_MULTIPLE)
     check_vocabulary(tokenizer, model)
     use_eos_token(tokenizer, model)
     use_pad_token(tokenizer, model)
-    return [index for index in unseen if index != tokenizer.pad_token_id]
+
+
+def new_token_ids(processing_class: Any, model: nn.Module) -> list[int]:
+    """Ids that the model has to learn: those it has never seen, padding aside."""
+    tokenizer = inner_tokenizer(processing_class)
+    return [index for index in unseen_token_ids(tokenizer, model) if index != tokenizer.pad_token_id]
 
 
 def adopt_template(processing_class: Any, path: str) -> list[int]:

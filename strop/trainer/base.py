@@ -1,4 +1,4 @@
-"""What every trainer shares: a step counted as a whole, weighted metrics, exact resume, evaluation that agrees with training."""
+"""What every trainer shares: a step counted as a whole, weighted metrics, exact resume, evaluation like training."""
 
 import functools
 import inspect
@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 class BaseTrainer(transformers.Trainer):
     """A `transformers.Trainer` whose subclasses write one method, `loss`.
 
-    `loss` gets a micro-batch and the counts of the optimizer step it belongs to, and returns its share of the step's loss:
-    the shares of all micro-batches on all ranks add up to the loss, however the step is cut.
+    `loss` gets a micro-batch and the counts of the optimizer step it belongs to, and returns its share of the step's
+    loss: the shares of all micro-batches on all ranks add up to the loss, however the step is cut.
 
-    A subclass may override `compute_loss` instead, with transformers' signature or just `(self, model, inputs)`; it then
-    returns the mean over its micro-batch.
+    A subclass may override `compute_loss` instead, with transformers' signature or just `(self, model, inputs)`; it
+    then returns the mean over its micro-batch.
     """
 
     loss_is_scaled_for_ga = True  # transformers must not divide by gradient_accumulation_steps
@@ -50,9 +50,9 @@ class BaseTrainer(transformers.Trainer):
         super().__init__(*args, **kwargs)
         if self.args.n_gpu > 1:
             raise ValueError(
-                f"this process sees {self.args.n_gpu} GPUs and would split batches between them in threads (DataParallel), "
-                "where a step can't be counted as a whole. Start one process a GPU (torchrun, accelerate launch), or show "
-                "the process one GPU with CUDA_VISIBLE_DEVICES."
+                f"this process sees {self.args.n_gpu} GPUs and would split batches between them in threads "
+                "(DataParallel), where a step can't be counted as a whole. Start one process a GPU (torchrun, "
+                "accelerate launch), or show the process one GPU with CUDA_VISIBLE_DEVICES."
             )
         self.preparation_reports = preparation_reports or {}
         self.record = RunRecord(self._datasets(), self.preparation_reports)
@@ -86,7 +86,7 @@ class BaseTrainer(transformers.Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The micro-batches of one optimizer step, and its counts. transformers calls this once a step."""
-        if self.state.global_step >= self.state.max_steps:  # a finished run was resumed; transformers would do a step more
+        if self.state.global_step >= self.state.max_steps:  # resumed when finished; transformers would do a step more
             return [], None
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not self._uses_loss or not batches:
@@ -141,9 +141,10 @@ class BaseTrainer(transformers.Trainer):
     def _refuse_non_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
             raise FloatingPointError(
-                f"the loss at step {self.state.global_step + 1} is {loss}, so another update would only spoil the weights. Lower "
-                f"learning_rate ({self.args.learning_rate}) or max_grad_norm ({self.args.max_grad_norm}), check the weights the "
-                "run started from, or look at its rows with `strop inspect`; the last checkpoint is intact."
+                f"the loss at step {self.state.global_step + 1} is {loss}, so another update would only spoil the "
+                f"weights. Lower learning_rate ({self.args.learning_rate}) or max_grad_norm "
+                f"({self.args.max_grad_norm}), check the weights the run started from, or look at its rows with "
+                "`strop inspect`; the last checkpoint is intact."
             )
 
     # Logs
@@ -174,15 +175,13 @@ class BaseTrainer(transformers.Trainer):
             )
         return output._replace(training_loss=output.metrics["train_loss"])
 
-    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial):
+    def _init_training_state(self, max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial):
         """Where to go on: for a stream, whose length can't tell, where the checkpoint says it was."""
-        place = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
+        place = super()._init_training_state(max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial)
         counters = self.state.stateful_callbacks.get(RunMeter.__name__, {}).get("attributes")
-        if resume_from_checkpoint is None or has_length(self.train_dataset) or self.args.ignore_data_skip or not counters:
+        if resume_from_checkpoint is None or has_length(self.train_dataset) or not counters:
             return place
-        return counters["epoch"], counters["num_batches"]
+        return (counters["epoch"], 0 if self.args.ignore_data_skip else counters["num_batches"])
 
     def _save_checkpoint(self, model, trial):
         """Write the checkpoint where no one looks for it, then give it its name."""

@@ -83,9 +83,9 @@ class DPOConfig(ModelInitArguments, BaseConfig):
 class DPOTrainer(BaseTrainer):
     """Trains a policy on pairs of a preferred and a dispreferred completion, relative to a reference policy.
 
-    Rows have `prompt`, `chosen` and `rejected`, as texts or lists of messages; the prompt may be part of both sides instead.
-    Without `ref_model` the reference is the model as it is now. Metrics: `rewards/chosen`, `rewards/rejected` (beta log
-    pi/ref), `rewards/margins`, `rewards/accuracies` (ties count half), `logps/chosen`, `logps/rejected`.
+    Rows have `prompt`, `chosen` and `rejected`, as texts or lists of messages; the prompt may be part of both sides
+    instead. Without `ref_model` the reference is the model as it is now. Metrics: `rewards/chosen`, `rewards/rejected`
+    (beta log pi/ref), `rewards/margins`, `rewards/accuracies` (ties count half), `logps/chosen`, `logps/rejected`.
     """
 
     eval_weight = "sequences"
@@ -137,7 +137,9 @@ class DPOTrainer(BaseTrainer):
             reference.model.to(self.args.device)
         if self.args.sync_ref_model:
             if not isinstance(reference, FrozenModel):
-                raise ValueError("sync_ref_model=True needs a reference with weights of its own; pass ref_model beside the adapter")
+                raise ValueError(
+                    "sync_ref_model=True needs a reference with weights of its own; pass ref_model beside the adapter"
+                )
             self.add_callback(SyncRefModelCallback(reference.model))
         return reference
 

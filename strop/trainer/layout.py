@@ -27,7 +27,8 @@ def settle_layout(model: Module, wanted: str = "auto", padding_free: bool = Fals
 
 
 class LayoutGuard:
-    """Compares the packed layout with the padded one on the first packed batch; on a mismatch all batches are padded."""
+    """Compares the packed layout with the padded one on the first packed batch; on a mismatch all batches are
+    padded."""
 
     SAMPLE = 256
     """Tokens to compare; whole rows, so usually some more."""
@@ -49,8 +50,8 @@ class LayoutGuard:
             logger.info("layout: packed equals padded on the first batch (largest difference %.1e)", agreement.largest)
         else:
             logger.warning(
-                "layout: packed rows get other log-probabilities than padded ones from %s (largest difference %.1e), so this run "
-                "pads its rows",
+                "layout: packed rows get other log-probabilities than padded ones from %s (largest difference %.1e), "
+                "so this run pads its rows",
                 type(model).__name__,
                 agreement.largest,
             )

@@ -1,7 +1,7 @@
 """What a run measures: metrics as weighted sums, and the counters that outlive a restart.
 
-A metric is a pair (sum, weight). Pairs of micro-batches and ranks add up, and are divided once, when they are logged; so a
-logged value does not depend on how a step was cut. A metric nothing was added to is absent, never NaN.
+A metric is a pair (sum, weight). Pairs of micro-batches and ranks add up, and are divided once, when they are logged;
+so a logged value does not depend on how a step was cut. A metric nothing was added to is absent, never NaN.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,8 @@ def means(sums: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 class RunMeter(TrainerCallback, ExportableState):
-    """The training metrics of a run, part of its checkpoints: a resumed run logs what the uninterrupted one would have."""
+    """The training metrics of a run, part of its checkpoints: a resumed run logs what the uninterrupted one would
+    have."""
 
     COUNTERS = ("num_tokens", "loss_sum", "epoch", "num_batches")
 
@@ -79,7 +80,7 @@ class RunMeter(TrainerCallback, ExportableState):
         self.epoch, self.num_batches = self.epoch + 1, 0
 
     def collect(self, num_processes: int, is_main: bool) -> None:
-        """Before a checkpoint: the main rank, which writes it, takes over what the others have. Every rank must call it."""
+        """Before a checkpoint: the main rank, which writes it, takes over the others' sums. Every rank must call it."""
         totals = self.window.totals(num_processes)
         self.window = WeightedSums(totals if is_main else {})
 

@@ -1,4 +1,5 @@
-"""What every trainer's constructor does before `transformers.Trainer` sees a model: checks, tokenizer, model, adapter."""
+"""What every trainer's constructor does before `transformers.Trainer` sees a model: checks, tokenizer, model,
+adapter."""
 
 import logging
 from typing import Any
@@ -8,10 +9,11 @@ import torch
 from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from strop.models.adapters import apply_peft, base_model, trainable_summary
+from strop.models.adapters import apply_peft, is_peft, trainable_summary
 from strop.models.checkpointing import wire_checkpointing
+from strop.models.forward import base_model
 from strop.models.load import describe_precision, load_model, load_tokenizer
-from strop.models.tokenizers import fit_model, prepare_tokenizer
+from strop.models.tokenizers import fit_model, new_token_ids, prepare_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -21,26 +23,31 @@ ITERABLE = (datasets.IterableDataset, torch.utils.data.IterableDataset)
 def check_datasets(train_dataset: Any, eval_dataset: Any, args: Any) -> None:
     """Refuse, before anything is loaded, data that a run could not use."""
     if train_dataset is None and eval_dataset is None:
-        raise ValueError("there is neither a train_dataset nor an eval_dataset: pass at least one, e.g. train_dataset=rows")
+        raise ValueError(
+            "there is neither a train_dataset nor an eval_dataset: pass at least one, e.g. train_dataset=rows"
+        )
     if isinstance(train_dataset, dict):
         raise ValueError(
-            f"train_dataset is a dictionary of {sorted(train_dataset)}; pass one of them, e.g. train_dataset=data['train']"
+            f"train_dataset is a dictionary of {sorted(train_dataset)}; pass one of them, e.g. "
+            "train_dataset=data['train']"
         )
     if isinstance(train_dataset, ITERABLE) or isinstance(eval_dataset, ITERABLE):
         _let_every_rank_read_for_itself(args)
     if isinstance(train_dataset, ITERABLE) and args.max_steps <= 0:
         raise ValueError(
-            "the train_dataset is a stream whose length isn't known, so the run needs an end: set max_steps (one epoch of n rows "
-            f"is n / {args.per_device_train_batch_size * args.gradient_accumulation_steps} steps on one device)"
+            "the train_dataset is a stream whose length isn't known, so the run needs an end: set max_steps (one "
+            f"epoch of n rows is n / {args.per_device_train_batch_size * args.gradient_accumulation_steps} steps on "
+            "one device)"
         )
 
 
 def _let_every_rank_read_for_itself(args: Any) -> None:
-    """Streams are not read by one process that cuts its batches for the others: packed batches can't be cut like that."""
+    """Streams are not read by one process that cuts its batches for the others: packed batches can't be cut like
+    that."""
     if args.accelerator_config.dispatch_batches:
         raise ValueError(
-            "accelerator_config has dispatch_batches=True, which cuts the batches of a stream along their first axis, but rows of a "
-            "packed batch stand one after another; leave it unset"
+            "accelerator_config has dispatch_batches=True, which cuts the batches of a stream along their first "
+            "axis, but rows of a packed batch stand one after another; leave it unset"
         )
     args.accelerator_config.dispatch_batches = False
 
@@ -68,8 +75,9 @@ def ready_model(
     """The model to train: loaded if it is a name, in line with the tokenizer, with its adapter."""
     set_seed(args.seed)
     model = load_model(model, args, quantization_config)
-    new_token_ids = fit_model(model, tokenizer, may_grow=args.chat_template_path is not None)
-    model = apply_peft(model, peft_config, new_token_ids)
+    fit_model(model, tokenizer, may_grow=args.chat_template_path is not None)
+    has_adapter = peft_config is not None or is_peft(model)  # which has to be told what else to train
+    model = apply_peft(model, peft_config, new_token_ids(tokenizer, model) if has_adapter else ())
     if args.activation_checkpointing:
         wire_checkpointing(model, args.activation_checkpointing_kwargs)
     logger.info("%s; %s", describe_precision(model, args), trainable_summary(model))
@@ -82,8 +90,8 @@ def router_aux_loss_coef(model: Module, args: Any) -> float:
     has_experts = hasattr(config, "output_router_logits")
     if args.router_aux_loss_coef and not has_experts:
         raise ValueError(
-            f"router_aux_loss_coef={args.router_aux_loss_coef}, but {type(base_model(model)).__name__} has no experts to balance; "
-            "leave it unset"
+            f"router_aux_loss_coef={args.router_aux_loss_coef}, but {type(base_model(model)).__name__} has no experts "
+            "to balance; leave it unset"
         )
     if not has_experts:
         return 0.0

@@ -1,6 +1,6 @@
 """Supervised fine-tuning.
 
-    rows --prepare--> input_ids + labels --collate--> batch --logps--> log-probabilities --loss--> share of the step's loss
+rows --prepare--> input_ids + labels --collate--> batch --logps--> log-probabilities --loss--> share of the step's loss
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from strop.compat import accepts_old_names
-from strop.data.collate import IGNORE, Batch, SupervisedCollator, flat_labels
+from strop.data.collate import IGNORE, Batch, EncoderDecoderCollator, SupervisedCollator, flat_labels
 from strop.data.prepare import prepare
 from strop.losses.reduce import StepCounts, token_mean
 from strop.losses.supervised import SUPERVISED_LOSSES, label_smoothed
-from strop.models.forward import forward
+from strop.models.forward import base_model, forward
 from strop.models.logps import TokenScores, logps, top_ids
 from strop.models.neftune import neftune
 
@@ -35,12 +35,12 @@ Rows = Dataset | IterableDataset | torch.utils.data.Dataset
 class SFTTrainer(BaseTrainer):
     """Fine-tunes a causal language model on given texts.
 
-    Rows are texts, conversations, prompts with completions (plain or conversational), or tokens: see docs/sft.md. The loss
-    is the mean over all trained tokens of an optimizer step, whatever the batch size, accumulation, packing or number of
-    processes.
+    Rows are texts, conversations, prompts with completions (plain or conversational), or tokens: see docs/sft.md. The
+    loss is the mean over all trained tokens of an optimizer step, whatever the batch size, accumulation, packing or
+    number of processes.
 
-    Metrics: `loss`, `entropy` (nats) and `mean_token_accuracy` over the trained tokens, `num_tokens` read so far, `aux_loss`
-    for mixtures of experts; with `eval_` in front of them for evaluation.
+    Metrics: `loss`, `entropy` (nats) and `mean_token_accuracy` over the trained tokens, `num_tokens` read so far,
+    `aux_loss` for mixtures of experts; with `eval_` in front of them for evaluation.
 
     Raises ValueError, before the model is loaded where that is possible, for rows it can't read, an empty data set, and
     options that contradict each other or would have no effect.
@@ -74,8 +74,7 @@ class SFTTrainer(BaseTrainer):
             eval_dataset = self._prepared(eval_dataset, "eval", tokenizer, args)
         model = ready_model(model, args, tokenizer, quantization_config, peft_config)
         if data_collator is None:
-            layout = settle_layout(model, args.layout, args.padding_free)
-            data_collator = SupervisedCollator(tokenizer.pad_token_id, layout, args.pad_to_multiple_of or 1)
+            data_collator = supervised_collator(model, tokenizer, args)
         super().__init__(
             model=model,
             args=args,
@@ -152,7 +151,7 @@ class SFTTrainer(BaseTrainer):
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test"):
-        """As in transformers; rows may be raw. Predictions are the most likely ids, (rows, tokens), where labels are not -100."""
+        """As in transformers; rows may be raw. Predictions are the likeliest ids, (rows, tokens), like the labels."""
         test_dataset = self._prepared(test_dataset, metric_key_prefix, self.processing_class, self.args)
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
@@ -161,3 +160,12 @@ class SFTTrainer(BaseTrainer):
         if self.preprocess_logits_for_metrics is None:
             return top_ids(model, batch), labels
         return forward(model, batch).logits, flat_labels(batch)
+
+
+def supervised_collator(model: Module, tokenizer: PreTrainedTokenizerBase, args: SFTConfig):
+    """The collator for what `model` can read; `model` is made ready for it."""
+    layout, multiple = settle_layout(model, args.layout, args.padding_free), args.pad_to_multiple_of or 1
+    config = base_model(model).config
+    if config.is_encoder_decoder:
+        return EncoderDecoderCollator(tokenizer.pad_token_id, config.decoder_start_token_id, multiple)
+    return SupervisedCollator(tokenizer.pad_token_id, layout, multiple)

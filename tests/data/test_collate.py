@@ -70,7 +70,11 @@ def test_streams_follow_their_tokens():
 
 def test_packed_examples_come_apart_into_their_rows():
     #  rows A = 1..5 trained from its third token on, B = 6..8 from its second: labels of a pack of capacity 8
-    example = {"input_ids": [1, 2, 3, 4, 5, 6, 7, 8], "labels": [-100, -100, 3, 4, 5, -100, 7, 8], "seq_lengths": [5, 3]}
+    example = {
+        "input_ids": [1, 2, 3, 4, 5, 6, 7, 8],
+        "labels": [-100, -100, 3, 4, 5, -100, 7, 8],
+        "seq_lengths": [5, 3],
+    }
     batch = SupervisedCollator(0)([example])
     assert batch["segments"].lengths == (5, 3)
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
@@ -94,7 +98,11 @@ def test_examples_that_do_not_count_lose_their_rows():
 
 def test_a_foreign_padded_batch_is_read():
     ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
-    inputs = {"input_ids": ids, "labels": torch.tensor([[5, 6, 7], [-100, 9, -100]]), "attention_mask": (ids > 0).long()}
+    inputs = {
+        "input_ids": ids,
+        "labels": torch.tensor([[5, 6, 7], [-100, 9, -100]]),
+        "attention_mask": (ids > 0).long(),
+    }
     batch = as_batch(inputs | {"token_type_ids": ids})
     assert batch["completion_mask"].tolist() == [[0, 1, 1], [0, 1, 0]]
     assert batch["predictors"].tolist() == [[0, 0, 1], [0, 3, 0]]
@@ -114,6 +122,9 @@ def test_a_collator_without_labels_is_refused():
         as_batch({"input_ids": torch.ones(1, 1), "attention_mask": torch.ones(1, 1)})
 
 
-@pytest.mark.parametrize(("layout", "expected"), [("packed", [[-100, -100, 13, 14, 15]]), ("padded", [[-100, -100, 13, 14], [-100, -100, 15, -100]])])
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [("packed", [[-100, -100, 13, 14, 15]]), ("padded", [[-100, -100, 13, 14], [-100, -100, 15, -100]])],
+)
 def test_flat_labels_stand_where_their_token_stands(layout, expected):
     assert flat_labels(collate(PAIR, layout, 0)).tolist() == expected

@@ -35,7 +35,9 @@ def test_what_both_sides_begin_with_is_the_prompt(bpe_tokenizer, chosen, rejecte
 
 def test_conversations_share_their_first_messages(bpe_tokenizer):
     question = {"role": "user", "content": "Is ice hot?"}
-    sides = {s: [question, {"role": "assistant", "content": text}] for s, text in [("chosen", "No."), ("rejected", "Yes.")]}
+    sides = {
+        s: [question, {"role": "assistant", "content": text}] for s, text in [("chosen", "No."), ("rejected", "Yes.")]
+    }
     pair = prepared([sides], bpe_tokenizer)[0]
     rendered = bpe_tokenizer.apply_chat_template(sides["chosen"], tokenize=False)
     assert bpe_tokenizer.decode(pair["prompt_ids"] + pair["chosen_ids"]) == rendered

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import AddedToken
 from transformers import GenerationConfig
 
-from strop.models.tokenizers import clone_chat_template, fit_model, prepare_tokenizer, unseen_token_ids
+from strop.models.tokenizers import clone_chat_template, fit_model, new_token_ids, prepare_tokenizer, unseen_token_ids
 
 OTHER_TEMPLATE = "{% for m in messages %}<|turn|>{{ m['content'] }}<|stop|>{% endfor %}"
 
@@ -65,7 +65,7 @@ def test_model_gets_padding_and_end_token_and_keeps_its_other_ends(tiny_llama, t
     tiny_llama.config.eos_token_id = 0
     tiny_llama.generation_config = GenerationConfig(eos_token_id=[0, 7], pad_token_id=5)
     prepare_tokenizer(tokenizer, args(eos_token="<|im_start|>"))
-    assert fit_model(tiny_llama, tokenizer) == []
+    fit_model(tiny_llama, tokenizer)
     assert (tiny_llama.config.eos_token_id, tiny_llama.config.pad_token_id) == (1, 0)
     assert tiny_llama.generation_config.eos_token_id == [1, 0, 7]
     assert tiny_llama.generation_config.pad_token_id == 0
@@ -149,7 +149,8 @@ def test_prepared_and_fitted_is_cloned(tiny_folder, tokenizer, source):
     tokenizer.add_tokens([f"<{i}>" for i in range(399 - len(tokenizer))])
     tokenizer.save_pretrained(tiny_folder)  # the model knows these
     prepare_tokenizer(tokenizer, args(chat_template_path=source))
-    assert fit_model(model, tokenizer, may_grow=True) == [399, 400, 401]
+    fit_model(model, tokenizer, may_grow=True)
+    assert new_token_ids(tokenizer, model) == [399, 400, 401]
     assert model.config.vocab_size == 448
     assert model.generation_config.eos_token_id[0] == tokenizer.eos_token_id == 400
 
@@ -166,7 +167,8 @@ def test_unseen_tokens_are_those_the_saved_tokenizer_lacks(tiny_folder, tokenize
     tokenizer.add_tokens(["<tool>", "[PAD]"])
     assert unseen_token_ids(tokenizer, model) == [size, size + 1]
     tokenizer.pad_token = "[PAD]"
-    assert fit_model(model, tokenizer) == [size]  # padding needs no learning
+    fit_model(model, tokenizer)
+    assert new_token_ids(tokenizer, model) == [size]  # padding needs no learning
 
 
 def test_another_models_tokenizer_has_no_unseen_tokens(tiny_folder, word_tokenizer):

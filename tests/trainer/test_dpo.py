@@ -104,7 +104,13 @@ def test_a_fresh_adapter_is_its_own_reference(tiny_llama, bpe_tokenizer, tmp_pat
 
 def test_the_reference_follows_the_policy(tiny_llama, bpe_tokenizer, tmp_path):
     trainer = train(
-        tiny_llama, bpe_tokenizer, tmp_path, max_steps=1, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.6
+        tiny_llama,
+        bpe_tokenizer,
+        tmp_path,
+        max_steps=1,
+        sync_ref_model=True,
+        ref_model_sync_steps=1,
+        ref_model_mixup_alpha=0.6,
     )
     for ref, policy, start in zip(
         trainer.reference.model.parameters(), trainer.model.parameters(), tiny_llama.parameters(), strict=True
@@ -115,5 +121,9 @@ def test_the_reference_follows_the_policy(tiny_llama, bpe_tokenizer, tmp_path):
 def test_the_model_cannot_be_its_own_reference(tiny_llama, bpe_tokenizer, tmp_path):
     with pytest.raises(ValueError, match="ref_model is the model itself"):
         DPOTrainer(
-            tiny_llama, tiny_llama, DPOConfig(str(tmp_path), use_cpu=True), train_dataset=PAIRS, processing_class=bpe_tokenizer
+            tiny_llama,
+            tiny_llama,
+            DPOConfig(str(tmp_path), use_cpu=True),
+            train_dataset=PAIRS,
+            processing_class=bpe_tokenizer,
         )

@@ -11,8 +11,16 @@ from datasets import Dataset
 
 from strop import SFTConfig, SFTTrainer
 
-TEXTS = ["the sky is blue", "ice", "a spider has eight legs and the sky is blue", "fire is hot", "water is wet and cold ice"]
-ROWS = Dataset.from_dict({"prompt": TEXTS, "completion": [" " + " ".join(text.split()[: 1 + i]) for i, text in enumerate(TEXTS)]})
+TEXTS = [
+    "the sky is blue",
+    "ice",
+    "a spider has eight legs and the sky is blue",
+    "fire is hot",
+    "water is wet and cold ice",
+]
+ROWS = Dataset.from_dict(
+    {"prompt": TEXTS, "completion": [" " + " ".join(text.split()[: 1 + i]) for i, text in enumerate(TEXTS)]}
+)
 
 
 def run(model, tokenizer, folder, per_device: int, accumulate: int = 1, rows=ROWS, **options) -> dict:
@@ -32,24 +40,22 @@ def run(model, tokenizer, folder, per_device: int, accumulate: int = 1, rows=ROW
         disable_tqdm=True,
         **options,
     )
-    trainer = SFTTrainer(
-        copy.deepcopy(model), args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer
-    )
+    trainer = SFTTrainer(copy.deepcopy(model), args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer)
     trainer.train()
     names = ("loss", "entropy", "mean_token_accuracy", "num_tokens")
     logs = [[log[name] for name in names] for log in trainer.state.log_history if "loss" in log]
     evaluation = trainer.evaluate()
-    weights = {name: p.detach().clone() for name, p in trainer.accelerator.unwrap_model(trainer.model).named_parameters()}
+    weights = {
+        name: p.detach().clone() for name, p in trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+    }
     return {"logs": logs, "eval_loss": evaluation["eval_loss"], "weights": weights, "steps": trainer.state.global_step}
 
 
 def rank(index: int, port: int, model, tokenizer, folder, options: dict) -> None:
     torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)
-    }  # fmt: skip
-    result = run(model, tokenizer, folder, **options)
-    torch.save(result, f"{folder}/rank{index}.pt")
+    place = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    torch.save(run(model, tokenizer, folder, **options), f"{folder}/rank{index}.pt")
 
 
 def two_ranks(model, tokenizer, folder, **options) -> list[dict]:

@@ -14,7 +14,10 @@ from strop import SFTConfig, SFTTrainer
 from strop.runs import checkpoint
 
 STEPS = 7
-TEXTS = [f"{word} the sky is {word} and the water is {word * (i % 5)}" for i, word in enumerate("blue hot cold wet".split() * 6)]
+TEXTS = [
+    f"{word} the sky is {word} and the water is {word * (i % 5)}"
+    for i, word in enumerate(["blue", "hot", "cold", "wet"] * 6)
+]
 
 
 class KillAt(TrainerCallback):
@@ -91,7 +94,9 @@ def test_killed_and_resumed_equals_uninterrupted(dropping_llama, bpe_tokenizer, 
 def test_resuming_every_step_changes_nothing(dropping_llama, bpe_tokenizer, tmp_path):
     whole = run(dropping_llama, bpe_tokenizer, tmp_path / "whole", "shuffled")
     assert killed_run(dropping_llama, bpe_tokenizer, tmp_path / "cut", "shuffled", callbacks=[KillAt(3)]) < 0
-    assert killed_run(dropping_llama, bpe_tokenizer, tmp_path / "cut", "shuffled", resume=True, callbacks=[KillAt(6)]) < 0
+    assert (
+        killed_run(dropping_llama, bpe_tokenizer, tmp_path / "cut", "shuffled", resume=True, callbacks=[KillAt(6)]) < 0
+    )
     resumed = run(dropping_llama, bpe_tokenizer, tmp_path / "cut", "shuffled", resume=True)
     assert log(resumed) == log(whole)
     assert all(torch.equal(a, b) for a, b in zip(resumed.model.parameters(), whole.model.parameters(), strict=True))

@@ -9,7 +9,23 @@ from datasets import Dataset
 from strop import SFTConfig, SFTTrainer
 from strop.data.collate import flat_labels
 
-WORDS = "the sky is blue ice cold fire hot and water wet how many legs has a spider eight".split()
+WORDS = [
+    "the",
+    "sky",
+    "is",
+    "blue",
+    "ice",
+    "cold",
+    "fire",
+    "hot",
+    "and",
+    "water",
+    "wet",
+    "how",
+    "many",
+    "legs",
+    "eight",
+]
 
 
 def rows(lengths) -> Dataset:
@@ -93,14 +109,22 @@ def test_packing_changes_nothing(tiny_llama, bpe_tokenizer, tmp_path):
     """All rows in one step: packed into rows of 32 tokens, or not packed, the step is the same."""
     loose = train(tiny_llama, bpe_tokenizer, RAGGED, tmp_path, max_steps=1, per_device_train_batch_size=8)
     packed = train(
-        tiny_llama, bpe_tokenizer, RAGGED, tmp_path, max_steps=1, per_device_train_batch_size=8, packing=True, max_length=64
+        tiny_llama,
+        bpe_tokenizer,
+        RAGGED,
+        tmp_path,
+        max_steps=1,
+        per_device_train_batch_size=8,
+        packing=True,
+        max_length=64,
     )
     assert 1 < len(packed.train_dataset) < 8
     assert_same_run(packed, loose)
 
 
 def test_loss_by_hand(tiny_llama, bpe_tokenizer, tmp_path):
-    """The step's loss is the sum over all completion tokens of -log p, over their number, from the model's plain logits."""
+    """The step's loss is the sum over all completion tokens of -log p, over their number, from the model's plain
+    logits."""
     trainer = train(tiny_llama, bpe_tokenizer, RAGGED, tmp_path, per_device_train_batch_size=8, max_steps=1)
     total, count = 0.0, 0
     for row in trainer.train_dataset:
@@ -178,7 +202,9 @@ def test_evaluation_does_not_depend_on_its_batches(tiny_llama, bpe_tokenizer, tm
     results = []
     for size in (1, 3, 8):
         args = config(tmp_path, per_device_eval_batch_size=size)
-        trainer = SFTTrainer(tiny_llama, args, train_dataset=RAGGED, eval_dataset=RAGGED, processing_class=bpe_tokenizer)
+        trainer = SFTTrainer(
+            tiny_llama, args, train_dataset=RAGGED, eval_dataset=RAGGED, processing_class=bpe_tokenizer
+        )
         metrics = trainer.evaluate()
         results.append([metrics[f"eval_{name}"] for name in ("loss", "entropy", "mean_token_accuracy")])
     torch.testing.assert_close(torch.tensor(results[0]), torch.tensor(results[1]))
@@ -189,14 +215,19 @@ def test_evaluate_takes_what_training_takes(tiny_llama, bpe_tokenizer, tmp_path)
     """Raw rows, prepared rows and a dictionary of either give the same numbers; packed or not."""
     for options in ({}, {"packing": True, "max_length": 64}):
         args = config(tmp_path, per_device_eval_batch_size=3, **options)
-        trainer = SFTTrainer(tiny_llama, args, train_dataset=RAGGED, eval_dataset=RAGGED, processing_class=bpe_tokenizer)
+        trainer = SFTTrainer(
+            tiny_llama, args, train_dataset=RAGGED, eval_dataset=RAGGED, processing_class=bpe_tokenizer
+        )
         expected = trainer.evaluate()["eval_loss"]
         assert trainer.evaluate(RAGGED)["eval_loss"] == expected
         assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == expected
-        assert trainer.evaluate({"raw": RAGGED, "ready": trainer.eval_dataset}).items() >= {
-            "eval_raw_loss": expected,
-            "eval_ready_loss": expected,
-        }.items()
+        assert (
+            trainer.evaluate({"raw": RAGGED, "ready": trainer.eval_dataset}).items()
+            >= {
+                "eval_raw_loss": expected,
+                "eval_ready_loss": expected,
+            }.items()
+        )
 
 
 def test_dictionary_of_eval_sets_at_init(tiny_llama, bpe_tokenizer, tmp_path):
@@ -223,7 +254,11 @@ def test_predict_gives_the_most_likely_ids_beside_the_labels(tiny_llama, bpe_tok
     trainer = SFTTrainer(tiny_llama, args, train_dataset=RAGGED, processing_class=bpe_tokenizer)
     output = trainer.predict(RAGGED)
     kept = output.label_ids != -100
-    assert output.predictions.shape == output.label_ids.shape == (8, max(len(r["input_ids"]) for r in trainer.train_dataset))
+    assert (
+        output.predictions.shape
+        == output.label_ids.shape
+        == (8, max(len(r["input_ids"]) for r in trainer.train_dataset))
+    )
     accuracy = (output.predictions[kept] == output.label_ids[kept]).mean()
     assert output.metrics["test_mean_token_accuracy"] == pytest.approx(accuracy)
     row = trainer.train_dataset[1]

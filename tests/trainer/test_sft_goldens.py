@@ -1,7 +1,7 @@
 """One optimizer step of supervised fine-tuning gives TRL's numbers, from raw rows to updated weights.
 
-The goldens are TRL 1.16 on a 2-layer Llama in float32 with eager attention under SGD. Where a case's entropy or accuracy
-was averaged over micro-batches of different size, ours is the mean over tokens and is not compared.
+The goldens are TRL 1.16 on a 2-layer Llama in float32 with eager attention under SGD. Where a case's entropy or
+accuracy was averaged over micro-batches of different size, ours is the mean over tokens and is not compared.
 """
 
 import json
