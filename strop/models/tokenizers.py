@@ -59,9 +59,14 @@ def new_token_ids(processing_class: Any, model: nn.Module) -> list[int]:
     return [index for index in unseen_token_ids(tokenizer, model) if index != tokenizer.pad_token_id]
 
 
+def is_template_file(path: str) -> bool:
+    """Whether `path` names a template alone, which brings no tokens."""
+    return path.endswith((".jinja", ".j2", ".jinja2"))
+
+
 def adopt_template(processing_class: Any, path: str) -> list[int]:
     """Takes over the template in the file at `path`, or template and tokens of the tokenizer there. Returns new ids."""
-    if path.endswith((".jinja", ".j2", ".jinja2")):
+    if is_template_file(path):
         file = Path(path).expanduser()
         if not file.is_file():
             raise ValueError(f"chat_template_path={path!r}: there is no such file.")

@@ -13,7 +13,7 @@ from strop.models.adapters import apply_peft, is_peft, trainable_summary
 from strop.models.checkpointing import wire_checkpointing
 from strop.models.forward import base_model
 from strop.models.load import describe_precision, load_model, load_tokenizer
-from strop.models.tokenizers import fit_model, new_token_ids, prepare_tokenizer
+from strop.models.tokenizers import fit_model, is_template_file, new_token_ids, prepare_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ def ready_model(
     """The model to train: loaded if it is a name, in line with the tokenizer, with its adapter."""
     set_seed(args.seed)
     model = load_model(model, args, quantization_config)
-    fit_model(model, tokenizer, may_grow=args.chat_template_path is not None)
+    template = args.chat_template_path
+    fit_model(model, tokenizer, may_grow=template is not None and not is_template_file(template))
     has_adapter = peft_config is not None or is_peft(model)  # which has to be told what else to train
     model = apply_peft(model, peft_config, new_token_ids(tokenizer, model) if has_adapter else ())
     if args.activation_checkpointing:
