@@ -31,7 +31,7 @@ test: $(ready)
 lint: $(ready)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 format: $(ready)
 	$(VENV)/bin/ruff check --fix .

@@ -3,9 +3,12 @@
 The training itself is the public API as anyone would use it: `SFTConfig`, `SFTTrainer`, a LoRA adapter.
 """
 
+import logging
+import random
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +42,7 @@ class QuickstartArguments:
     steps: int = 30
     """Optimizer steps, of 8 rows each."""
 
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     """Peak learning rate of the adapter."""
 
     seed: int = 0
@@ -88,6 +91,7 @@ def run(args: QuickstartArguments) -> tuple[Measured, Measured]:
     """Train, and print what changed; the measurements before and after."""
     start = time.monotonic()
     show_logs()
+    quieten_libraries()
     task = embedded_task(args.steps * ROWS_PER_STEP, args.seed) if args.data is None else own_task(args.data, args.seed)
     trainer = build_trainer(args, args.model or starting_model(), task)
     say("measuring the model as it is")
@@ -106,6 +110,17 @@ def run(args: QuickstartArguments) -> tuple[Measured, Measured]:
 
 def say(message: str) -> None:
     print(f"- {message}", flush=True)
+
+
+def quieten_libraries() -> None:
+    """Bars and warnings of libraries would stand between the lines that say what happens."""
+    import datasets
+    import transformers
+
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def starting_model() -> str:
@@ -136,10 +151,11 @@ def own_task(path: str, seed: int) -> Task:
     from strop.data.formats import maybe_convert_to_chatml
     from strop.data.sources import load_rows
 
-    rows = load_rows(path, "train")
+    loaded: Any = load_rows(path, "train")
+    rows = [maybe_convert_to_chatml(row) for row in loaded]
     if len(rows) < 2:
         raise ValueError(f"{path} has {len(rows)} rows: at least one to train on and one to measure on are needed.")
-    rows = [maybe_convert_to_chatml(row) for row in rows.shuffle(seed=seed)]
+    random.Random(seed).shuffle(rows)
     num_heldout = max(1, min(NUM_HELDOUT, len(rows) // 8))
     return Task(train=rows[num_heldout:], heldout=rows[:num_heldout], checks={})
 
