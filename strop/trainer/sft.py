@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from strop.compat import accepts_old_names
 from strop.data.collate import IGNORE, Batch, EncoderDecoderCollator, SupervisedCollator, flat_labels
+from strop.data.inspect import as_text, explain
 from strop.data.prepare import prepare
 from strop.losses.reduce import StepCounts, token_mean
 from strop.losses.supervised import SUPERVISED_LOSSES, label_smoothed
@@ -109,6 +110,11 @@ class SFTTrainer(BaseTrainer):
     def _set_signature_columns_if_needed(self):
         if self._signature_columns is None:
             self._signature_columns = ["input_ids", "labels", "seq_lengths", "completion_mask", "assistant_masks"]
+
+    def inspect(self, count: int = 3) -> None:
+        """Print the first `count` training rows as the model will see them: every token trained, context or padding."""
+        rows = explain(self.train_dataset, self.processing_class, range(min(count, len(self.train_dataset))))
+        print(as_text(rows, show_tokens=True))
 
     # Loss
 

@@ -284,6 +284,15 @@ def test_compute_metrics_reads_predictions(tiny_llama, bpe_tokenizer, tmp_path):
     assert metrics["eval_exact"] == pytest.approx(metrics["eval_mean_token_accuracy"])
 
 
+def test_inspect_marks_every_token(tiny_llama, bpe_tokenizer, tmp_path, capsys):
+    trainer = SFTTrainer(tiny_llama, config(tmp_path), train_dataset=RAGGED, processing_class=bpe_tokenizer)
+    trainer.inspect(2)
+    marks = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
+    rows = [trainer.train_dataset[i] for i in range(2)]
+    assert marks.count("trained") == sum(label != -100 for row in rows for label in row["labels"])
+    assert marks.count("context") == sum(label == -100 for row in rows for label in row["labels"])
+
+
 def test_a_broken_weight_stops_the_run_before_it_spreads(tiny_llama, bpe_tokenizer, tmp_path):
     with torch.no_grad():
         tiny_llama.lm_head.weight[5] = torch.nan
