@@ -39,6 +39,7 @@ def snippets(markdown: str) -> list[tuple[str, str]]:
 def workplace(tmp_path, monkeypatch, chat_rows):
     """A folder with the files that documents speak of, as the working directory; nothing is typed."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows))
+    (tmp_path / "gsm8k_train.jsonl").write_text(json.dumps({"question": "What is 1 + 2?", "answer": "3"}) + "\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     return tmp_path

@@ -19,6 +19,13 @@ class ScriptArguments:
     dataset_test_split: str = "test"
     """Split to evaluate on; read only if eval_strategy asks for evaluation."""
 
+    dataset_columns: dict[str, str] | None = None
+    """New names of columns, e.g. {"question": "prompt", "answer": "completion"}."""
+
+    dataset_as_chat: bool = False
+    """Take plain prompts and completions for what a user asks and an assistant answers, so that the model's chat
+    template renders them."""
+
     dataset_streaming: bool = False
     """Read rows while training instead of preparing them all before; needs max_steps."""
 

@@ -203,13 +203,21 @@ def train(method: Method, script: Any, mixture: Any, model_args: Any, args: Any)
 def rows(script: Any, mixture: Any, with_test: bool) -> tuple[Any, Any]:
     """Rows to train on, and rows to evaluate on or None."""
     from strop.data.mixture import get_dataset
-    from strop.data.sources import load_rows
+    from strop.data.sources import as_conversations, load_rows, renamed
 
     if mixture.datasets:
         splits = get_dataset(mixture)
-        return splits["train"], splits["test"] if with_test else None
-    names = [script.dataset_train_split, *([script.dataset_test_split] if with_test else [])]
-    loaded = [load_rows(script.dataset_name, name, script.dataset_config, script.dataset_streaming) for name in names]
+        loaded = [splits["train"], *([splits["test"]] if with_test else [])]
+    else:
+        names = [script.dataset_train_split, *([script.dataset_test_split] if with_test else [])]
+        loaded = [
+            load_rows(script.dataset_name, name, script.dataset_config, script.dataset_streaming) for name in names
+        ]
+    name = script.dataset_name or "the mixture"
+    if script.dataset_columns:
+        loaded = [renamed(part, script.dataset_columns, name) for part in loaded]
+    if script.dataset_as_chat:
+        loaded = [as_conversations(part, name) for part in loaded]
     return loaded[0], loaded[1] if with_test else None
 
 

@@ -26,7 +26,7 @@ from datasets import (
 )
 
 from strop.compat import suggestion
-from strop.data.sources import Rows, load_rows
+from strop.data.sources import Rows, column_names, load_rows, renamed
 
 logger = logging.getLogger(__name__)
 
@@ -238,28 +238,17 @@ def _load(source: DatasetConfig, config: DatasetMixtureConfig) -> Rows:
     return _with_template_kwargs(source, rows) if source.chat_template_kwargs else rows
 
 
-def _column_names(rows: Rows) -> list[str]:
-    """The columns; those of a stream may only be known from its first row."""
-    return list(rows.column_names or next(iter(rows), {}))
-
-
 def _with_columns(source: DatasetConfig, rows: Rows) -> Rows:
     if source.columns is None:
         return rows
-    there = _column_names(rows)
-    for name in source.columns:
-        if name not in there:
-            raise ValueError(f"{source.path} has no column {name!r}, only {', '.join(there)}.{suggestion(name, there)}")
-    rows = rows.select_columns(list(source.columns))
-    if isinstance(source.columns, list):
-        return rows
-    return rows.rename_columns({old: new for old, new in source.columns.items() if old != new})
+    mapping = source.columns if isinstance(source.columns, dict) else {name: name for name in source.columns}
+    return renamed(rows, mapping, source.path).select_columns(list(mapping.values()))
 
 
 def _with_template_kwargs(source: DatasetConfig, rows: Rows) -> Rows:
     """The rows with the source's template variables, as JSON so that sources may have different ones."""
     column, value = "chat_template_kwargs", json.dumps(source.chat_template_kwargs)
-    if column in _column_names(rows):
+    if column in column_names(rows):
         raise ValueError(
             f"{source.path} has a column {column!r}, so its rows say themselves what the template gets. Leave out the "
             f"source's {column}, or the column."
@@ -271,7 +260,7 @@ def _with_template_kwargs(source: DatasetConfig, rows: Rows) -> Rows:
 
 
 def _check_same_kind(sources: list[DatasetConfig], parts: list[Rows]) -> None:
-    kinds = [", ".join(sorted(FORMAT_COLUMNS.intersection(_column_names(part)))) or "none known" for part in parts]
+    kinds = [", ".join(sorted(FORMAT_COLUMNS.intersection(column_names(part)))) or "none known" for part in parts]
     for source, kind in zip(sources, kinds, strict=True):
         if kind != kinds[0]:
             raise ValueError(

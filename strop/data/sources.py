@@ -9,7 +9,7 @@ Nothing of a stream is read before its first row is asked for, so an unreadable 
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -72,6 +72,43 @@ def load_rows(
             raise ValueError(f"{path} is one file, so {given} can't apply to it. Leave that out, or name the folder.")
         return _load(reader, split, streaming, data_files=str(path))
     return _load(str(path) if path.is_dir() else str(name_or_path), split, streaming, **options)
+
+
+def column_names(rows: Rows) -> list[str]:
+    """The columns; those of a stream may only be known from its first row."""
+    return list(rows.column_names or next(iter(rows), {}))
+
+
+def renamed(rows: Rows, columns: Mapping[str, str], name: str) -> Rows:
+    """`rows` of the data set `name` with the columns that `columns` has called as it says; others keep their names."""
+    there = column_names(rows)
+    for old, new in columns.items():
+        if old not in there:
+            raise ValueError(f"{name} has no column {old!r}, only {', '.join(there)}.{suggestion(old, there)}")
+        if new in there and new not in columns:
+            raise ValueError(f"{name} has a column {new!r} already, so {old!r} can't be called so too.")
+    return rows.rename_columns({old: new for old, new in columns.items() if old != new})
+
+
+def as_conversations(rows: Rows, name: str) -> Rows:
+    """Plain prompts and completions as one message of the user and one of the assistant, for a template to render."""
+    there = column_names(rows)
+    if not {"prompt", "completion"} <= set(there):
+        raise ValueError(
+            f"the columns of {name} are {', '.join(there)}; a conversation is made of 'prompt' and 'completion'. "
+            'Rename yours first, e.g. --dataset_columns \'{"question": "prompt", "answer": "completion"}\'.'
+        )
+
+    def converse(row: dict[str, Any]) -> dict[str, Any]:
+        for column in ("prompt", "completion"):
+            if not isinstance(row[column], str):
+                raise ValueError(f"column {column!r} of {name} holds {type(row[column]).__name__}, not text to wrap.")
+        return {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "completion": [{"role": "assistant", "content": row["completion"]}],
+        }
+
+    return rows.map(converse)
 
 
 def _check_path(path: Path, name: str) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset, disable_caching, enable_caching
 
-from strop.data.sources import load_rows
+from strop.data.sources import as_conversations, load_rows, renamed
 
 ROWS = [{"prompt": "1 + 1", "completion": "2"}, {"prompt": "2 + 3", "completion": "5"}]
 
@@ -133,3 +133,44 @@ def test_options_of_a_hub_data_set_are_refused_for_a_file(tmp_path):
 def test_readers_of_datasets_can_be_named(tmp_path):
     files = {"train": str(write(tmp_path / "a.jsonl", ROWS)), "test": str(write(tmp_path / "b.jsonl", ROWS[1:]))}
     assert load_rows("json", "test", data_files=files).to_list() == ROWS[1:]
+
+
+# Columns
+
+
+ANSWERS = [
+    {"question": "Is ice hot?", "answer": "No.", "level": 1},
+    {"question": "Is fire?", "answer": "Yes.", "level": 2},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_columns_get_the_names_that_training_knows(stream):
+    rows = Dataset.from_list(ANSWERS)
+    rows = rows.to_iterable_dataset() if stream else rows
+    found = renamed(rows, {"question": "prompt", "answer": "completion"}, "answers")
+    assert next(iter(found)) == {"prompt": "Is ice hot?", "completion": "No.", "level": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_plain_rows_become_conversations(stream):
+    rows = Dataset.from_list([{"prompt": "Is ice hot?", "completion": "No."}])
+    found = as_conversations(rows.to_iterable_dataset() if stream else rows, "answers")
+    assert next(iter(found)) == {
+        "prompt": [{"role": "user", "content": "Is ice hot?"}],
+        "completion": [{"role": "assistant", "content": "No."}],
+    }
+
+
+def test_column_mistakes_are_named():
+    rows = Dataset.from_list(ANSWERS)
+    with pytest.raises(
+        ValueError, match=r"no column 'qestion', only question, answer, level\. Did you mean 'question'"
+    ):
+        renamed(rows, {"qestion": "prompt"}, "answers")
+    with pytest.raises(ValueError, match="has a column 'answer' already"):
+        renamed(rows, {"question": "answer"}, "answers")
+    with pytest.raises(
+        ValueError, match="the columns of answers are question, answer, level; a conversation is made of"
+    ):
+        as_conversations(rows, "answers")
