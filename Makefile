@@ -3,6 +3,7 @@
 VENV ?= .venv
 PYTHON ?=
 EXTRAS ?= dev,quickstart
+TORCH_INDEX ?=
 TEST_PROCESSES ?= 2
 ready := $(VENV)/.strop-ready
 
@@ -18,7 +19,7 @@ help:
 setup: $(ready)
 
 $(ready): pyproject.toml tools/setup.sh
-	PYTHON="$(PYTHON)" tools/setup.sh $(VENV) $(EXTRAS)
+	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" tools/setup.sh $(VENV) $(EXTRAS)
 	@touch $@
 
 quickstart: $(ready)

@@ -2,7 +2,8 @@
 # Makes a virtual environment with strop and the given extras: tools/setup.sh .venv dev,quickstart
 #
 # PYTHON chooses the interpreter (3.11 or later; the first found is used otherwise). Where there is no NVIDIA GPU, torch is
-# the CPU build, which is a tenth of the download. uv does the installing if it is on the PATH, else pip does.
+# the CPU build, a tenth of the download, if there is one: among the wheels that pip is configured to look at, or at the index
+# that TORCH_INDEX names. uv does the installing if it is on the PATH, else pip does.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:?"usage: tools/setup.sh VENV [EXTRAS]"}
@@ -31,12 +32,14 @@ pip_install() {
     fi
 }
 
-# A folder of wheels that pip is configured to look in is asked first, then PyTorch's own index.
 install_cpu_torch() {
     local pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
-    "${pip[@]}" --no-index --no-deps "torch>=2.11" 2>/dev/null && return
-    "${pip[@]}" --no-deps --retries 1 --timeout 15 --index-url https://download.pytorch.org/whl/cpu "torch>=2.11" 2>/dev/null && return
-    echo "no CPU build of torch could be reached; the package index's default build is installed instead" >&2
+    if [ -n "${TORCH_INDEX:-}" ]; then
+        "${pip[@]}" --no-deps --index-url "$TORCH_INDEX" "torch>=2.11"
+    elif ! "${pip[@]}" --no-index --no-deps "torch>=2.11" 2>/dev/null; then
+        echo "no CPU build of torch is at hand, so the default build is installed, which may hold gigabytes of GPU libraries;" >&2
+        echo "make TORCH_INDEX=URL names the index of PyTorch's CPU builds instead (see pytorch's own installation page)" >&2
+    fi
 }
 
 if [ ! -x "$venv/bin/python" ]; then
