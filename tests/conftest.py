@@ -104,7 +104,7 @@ def tiny_llama() -> LlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=2048,
         bos_token_id=None,
         eos_token_id=2,
         pad_token_id=0,

@@ -40,6 +40,7 @@ def workplace(tmp_path, monkeypatch, chat_rows):
     """A folder with the files that documents speak of, as the working directory; nothing is typed."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows))
     (tmp_path / "gsm8k_train.jsonl").write_text(json.dumps({"question": "What is 1 + 2?", "answer": "3"}) + "\n")
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "Is ice hot?"}\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     return tmp_path
@@ -54,7 +55,7 @@ def test_every_snippet_of_a_page_runs(page, workplace, tiny_folder, monkeypatch)
         if kind == "python":
             exec(compile(text, page.name, "exec"), script.__dict__)
         else:
-            run_command(shlex.split(text, comments=True)[1:])
+            run_command(shlex.split(text.split(" > ")[0], comments=True)[1:])
 
 
 def run_command(words: list[str]) -> None:
