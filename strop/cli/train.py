@@ -205,6 +205,7 @@ def rows(script: Any, mixture: Any, with_test: bool) -> tuple[Any, Any]:
     from strop.data.mixture import get_dataset
     from strop.data.sources import as_conversations, load_rows, renamed
 
+    loaded: list[Any]
     if mixture.datasets:
         splits = get_dataset(mixture)
         loaded = [splits["train"], *([splits["test"]] if with_test else [])]
