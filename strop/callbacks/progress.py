@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_utils import has_length
 
 HEARTBEAT_S = 30.0
 HIDDEN = ("total_flos", "epoch")
@@ -117,7 +118,7 @@ class RichProgressCallback(TrainerCallback):
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
         if state.is_world_process_zero:
             self.num_evaluated += 1
-            total = len(eval_dataloader) if hasattr(eval_dataloader, "__len__") else None
+            total = len(eval_dataloader) if has_length(eval_dataloader) else None
             self.open().evaluating(self.num_evaluated, total)
 
     def on_evaluate(self, args, state, control, **kwargs):

@@ -322,14 +322,25 @@ def _answer_is_empty(row: Row, found: Format, roles: frozenset[str]) -> bool:
     if not found.conversational:
         if not all(isinstance(row[column], str) for column in found.columns):
             raise ValueError(f"expected strings in {' and '.join(found.columns)}, found {_shown(answer)}")
-        return not answer.strip()
-    answers = [message for message in messages_of(answer, roles) if message["role"] == "assistant"]
+        return found.kind == "prompt_completion" and not answer.strip()
     if found.kind == "prompt_completion":
         messages_of(row["prompt"], roles)
-    return any(not _says_something(message) for message in answers)
+    return bool(silent_turns(messages_of(answer, roles)))
+
+
+def silent_turns(messages: list[Message]) -> list[int]:
+    """The assistant's turns that hold nothing: no content, and no tool call or reasoning beside it."""
+    return [k for k, message in enumerate(messages) if message["role"] == "assistant" and not _says_something(message)]
 
 
 def _says_something(message: Message) -> bool:
-    content = message.get("content")
-    spoken = content.strip() if isinstance(content, str) else content
-    return bool(spoken) or any(value for key, value in message.items() if key not in ("role", "content", "name"))
+    parts = message.get("content")
+    parts = parts if isinstance(parts, list) else [parts]
+    return any(map(_is_filled, parts)) or any(
+        value for key, value in message.items() if key not in ("role", "content", "name")
+    )
+
+
+def _is_filled(part: Any) -> bool:
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+    return bool(text.strip() if isinstance(text, str) else text)

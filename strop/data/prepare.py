@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 import strop
 from strop.data.collate import IGNORE
-from strop.data.formats import CHECKED_ROWS, Format, detect, validate
+from strop.data.formats import CHECKED_ROWS, Format, at_row, detect, validate
 from strop.data.pack import pack_dataset
-from strop.data.recipe import COUNTS, FormattingFunc, Recipe, RowMaker, check_targets
+from strop.data.recipe import COUNTS, FormattingFunc, Recipe, RowMaker, check_targets, formatted
 from strop.data.report import GONE, PreparationReport
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,18 @@ AnyRows = Any
 """A Dataset or IterableDataset, of the datasets library or of torch, or a list of dicts."""
 HOPELESS_ROWS = 1000
 """A stream whose first rows, this many, are all dropped is given up."""
+
+WARNINGS = {
+    "untrainable_rows": "{0.untrainable_rows} of {0.rows_in} rows had no trainable token after truncation and were "
+    "dropped",
+    "truncated_rows": "{0.truncated_rows} of {0.rows_in} rows were truncated, {0.tokens_lost} tokens lost",
+    "merged_boundaries": "in {0.merged_boundaries} of {0.rows_in} rows one token holds the end of the prompt and the "
+    "start of the completion; it is trained",
+    "rewritten_rows": "in {0.rewritten_rows} of {0.rows_in} rows the chat template renders earlier turns otherwise "
+    "than the model will have said them, so they are trained in a form it never generates; "
+    'train_on_turns="expand" renders each turn as at inference',
+}
+"""What is warned about where a report counts any of it."""
 
 PREPARED = "prepared by strop"
 """Left in a data set's description, so that shuffling it once is enough."""
@@ -59,10 +71,16 @@ def prepare(
     if packing and args.max_length is None:
         raise ValueError("packing=True puts rows together up to max_length tokens, but max_length is None; set it")
     recipe = Recipe.of(args, packing)
-    maker = RowMaker(
-        tokenizer, recipe, _checked_format(dataset, recipe, tokenizer, formatting_func, name), name, formatting_func
-    )
+    first_rows = list(islice(dataset, CHECKED_ROWS))
+    found = _checked_format(first_rows, recipe, tokenizer, formatting_func, name)
+    maker = RowMaker(tokenizer, recipe, found, name, formatting_func)
+    if not found.conversational and found.kind != "tokens" and maker.eos is None:
+        logger.warning(
+            "%s: the tokenizer has no end-of-sequence token, so no row ends with one and the model won't learn to "
+            'stop; set eos_token="..."', name,
+        )  # fmt: skip
     if isinstance(dataset, IterableDataset):
+        _try_out(maker, first_rows)
         return _prepared_stream(dataset, maker, report, args, packing), report
     return _prepared_set(dataset, maker, report, args, packing), report
 
@@ -111,20 +129,19 @@ def _plain_rows(rows: Iterable[dict[str, Any]]):
 
 
 def _checked_format(
-    dataset: Iterable,
+    rows: list[dict[str, Any]],
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     formatting_func: FormattingFunc | None,
     name: str,
 ) -> Format:
     """The format of the first rows, after a look at them all. Raises ValueError for what can't be prepared."""
-    rows = list(islice(dataset, CHECKED_ROWS))
     if formatting_func is not None:
         if not rows:
             raise ValueError(f"the {name} data set has no rows")
         found = Format("tokens" if "input_ids" in rows[0] else "text", tuple(rows[0]))
         check_targets(recipe, found, formats=True)
-        _refuse_batched(formatting_func, rows[0])
+        at_row(0, name, _refuse_batched, formatting_func, rows[0])
         return found
     found = detect(rows, recipe.text_field, name)
     check_targets(recipe, found, formats=False)
@@ -134,15 +151,13 @@ def _checked_format(
         )
         if check.errors:
             raise ValueError(f"the {name} data set can't be prepared: " + "; ".join(check.errors[:3]))
-        if check.empty_answers:
-            logger.warning("%s: the answers in rows %s are empty", name, ", ".join(map(str, check.empty_answers[:10])))
     return found
 
 
 def _refuse_batched(formatting_func: FormattingFunc, row: dict[str, Any]) -> None:
     """Raise ValueError for a function written for batches: on one row, it would go through the letters of its texts."""
-    result = formatting_func(row)
-    if isinstance(result, str) or len(result) < 2:
+    result = formatted(formatting_func, row)
+    if len(result) < 2:
         return
     try:
         batched = formatting_func({column: [value] for column, value in row.items()})
@@ -274,32 +289,13 @@ def _raise_if_nothing_left(report: PreparationReport, recipe: Recipe) -> None:
     )
 
 
-def _warn(report: PreparationReport) -> None:
-    """One line for each thing about a data set that its owner should know."""
-    name, rows = report.name, report.rows_in
-    if report.untrainable_rows:
-        logger.warning(
-            "%s: %d of %d rows had no trainable token after truncation and were dropped",
-            name,
-            report.untrainable_rows,
-            rows,
-        )
-    if report.truncated_rows:
-        logger.warning(
-            "%s: %d of %d rows were truncated, %d tokens lost", name, report.truncated_rows, rows, report.tokens_lost
-        )
-    if report.merged_boundaries:
-        logger.warning(
-            "%s: in %d of %d rows one token holds the end of the prompt and the start of the completion; it is trained",
-            name, report.merged_boundaries, rows,
-        )  # fmt: skip
-    if report.rewritten_rows:
-        logger.warning(
-            "%s: in %d of %d rows the chat template renders earlier turns otherwise than the model will have said "
-            "them, so they are trained "
-            'in a form it never generates; train_on_turns="expand" renders each turn as at inference',
-            name, report.rewritten_rows, rows,
-        )  # fmt: skip
+def _warn(report: PreparationReport, told: set[str] | None = None) -> None:
+    """One line for each thing about a data set that its owner should know, unless it is among those `told`."""
+    told = set() if told is None else told
+    for count, message in WARNINGS.items():
+        if getattr(report, count) and count not in told:
+            logger.warning("%s: %s", report.name, message.format(report))
+            told.add(count)
 
 
 def _fingerprint(dataset: Dataset, maker: RowMaker) -> str:
@@ -327,6 +323,16 @@ def _tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> tuple:
 # Streams
 
 
+def _try_out(maker: RowMaker, rows: list[dict[str, Any]]) -> None:
+    """Prepare the first rows of a stream, so that what is wrong with them is known before a model is loaded."""
+    trial = PreparationReport(maker.name)
+    columns = dict.fromkeys(column for row in rows for column in row)
+    made = maker({column: [row.get(column) for row in rows] for column in columns}, range(len(rows)))
+    _count(Dataset(made), trial, rows_in=len(rows))
+    if len(rows) < CHECKED_ROWS:
+        _raise_if_nothing_left(trial, maker.recipe)
+
+
 def _prepared_stream(
     dataset: IterableDataset, maker: RowMaker, report: PreparationReport, args: Any, packing: bool
 ) -> IterableDataset:
@@ -350,11 +356,14 @@ class StreamMaker:
     def __init__(self, maker: RowMaker, report: PreparationReport):
         self.maker = maker
         self.report = report
+        self.told: set[str] = set()
+        """What was warned about already."""
 
     def __call__(self, batch: dict[str, list], indices: list[int]) -> dict[str, list]:
         counted = Dataset(self.maker(batch, indices))
         fates = _count(counted, self.report, rows_in=len(indices))
         if self.report.rows_in >= HOPELESS_ROWS:
             _raise_if_nothing_left(self.report, self.maker.recipe)
+        _warn(self.report, self.told)
         kept = counted.remove_columns(list(COUNTS))[np.flatnonzero(fates & int(GONE) == 0)]
         return kept

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from strop.data.chat import ChatTemplate
 from strop.data.collate import IGNORE
-from strop.data.formats import Format, Row, at_row, format_of, messages_of
+from strop.data.formats import Format, Message, Row, at_row, format_of, messages_of, silent_turns
 from strop.data.overlong import OVERLONG, TRUNCATION_MODES, fit, trained_tokens, without_untrainable
 from strop.data.report import Fate
 from strop.data.tokenize import Prepared, eos_id, tokenise_chats, tokenise_texts
@@ -23,6 +23,7 @@ Chat = tuple[str, list[Span], Fate]
 """Rendered text, the character spans to train, what is worth counting about it."""
 
 TOKEN_LIST = pa.list_(pa.int32())
+EMPTY_ANSWER = "it would teach the model to answer nothing. Fill it in, or drop such rows with dataset.filter"
 COUNTS = ("fate", "length", "lost", "before", "trained")
 """Numbers that stand beside each row until the report has counted them."""
 
@@ -99,6 +100,11 @@ def check_targets(recipe: Recipe, found: Format, formats: bool) -> None:
             "of each row. Map the "
             "data set to prompt and completion yourself, or leave completion_only_loss unset"
         )
+    if recipe.template_options and (formats or not found.conversational):
+        raise ValueError(
+            f"chat_template_kwargs={dict(recipe.template_options)!r} would have no effect: the rows are {found}, which "
+            "no chat template renders. Remove it"
+        )
     decided = "labels" in found.columns
     if (
         recipe.completion_only
@@ -158,7 +164,7 @@ class RowMaker:
     def _tokenised(self, rows: Sequence[Row], indices: Sequence[int]) -> tuple[list[int], list[Prepared]]:
         """The rows that `rows` make, each with the index of the row it comes from."""
         if self.formatting_func is not None:
-            write = partial(_formatted, self.formatting_func)
+            write = partial(formatted, self.formatting_func)
             texts = [at_row(i, self.name, write, row) for i, row in zip(indices, rows, strict=True)]
             origins = [i for i, parts in zip(indices, texts, strict=True) for _ in parts]
             return origins, tokenise_texts(self.tokenizer, [text for parts in texts for text in parts], None, self.eos)
@@ -170,6 +176,8 @@ class RowMaker:
             ]
         if self.found.conversational:
             return self._chats(rows, indices)
+        for index, row in zip(indices, rows, strict=True):
+            at_row(index, self.name, _refuse_empty_completion, row)
         return list(indices), self._texts(rows)
 
     def _check_format(self, row: Row) -> None:
@@ -253,7 +261,18 @@ class RowMaker:
 
     def _rendered(self, row: Row) -> list[Chat]:
         conversations, prompt = self._conversations(row)
+        for messages in conversations:
+            self._refuse_silent_turns(messages, prompt)
         return [self._chat(row, messages, prompt) for messages in conversations]
+
+    def _refuse_silent_turns(self, messages: list[Message], prompt: int) -> None:
+        """Raise ValueError if the assistant says nothing in a turn that is trained."""
+        first = prompt if self.trains_completion_only else 0
+        turns = [k for k, message in enumerate(messages) if message["role"] == "assistant" and k >= first]
+        trained = turns if self.recipe.turns == "all" else turns[-1:]
+        for k in silent_turns(messages):
+            if k in trained:
+                raise ValueError(f"message {k} is an answer with nothing in it ({messages[k]}); {EMPTY_ANSWER}")
 
     def _chat(self, row: Row, messages: list[dict], prompt: int) -> Chat:
         conversation = self.template.conversation(row)
@@ -283,8 +302,20 @@ class RowMaker:
         return shorter
 
 
-def _formatted(formatting_func: FormattingFunc, row: Row) -> list[str]:
-    result = formatting_func(row)
+def _refuse_empty_completion(row: Row) -> None:
+    if "completion" in row and not row["completion"].strip():
+        raise ValueError(f"the completion {row['completion']!r} is empty; {EMPTY_ANSWER}")
+
+
+def formatted(formatting_func: FormattingFunc, row: Row) -> list[str]:
+    """The texts that `formatting_func` makes of `row`. Raises ValueError where it fails or returns something else."""
+    try:
+        result = formatting_func(row)
+    except Exception as error:
+        raise ValueError(
+            f"formatting_func failed with {type(error).__name__}: {error}. It is called with one row, a dict of "
+            f"{sorted(row)}; have it return the row's text"
+        ) from error
     texts = [result] if isinstance(result, str) else result
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(
