@@ -68,8 +68,11 @@ def format_of(row: Row, text_field: str = "text") -> Format:
             "tokens", tuple(c for c in ("input_ids", "labels", "completion_mask", "assistant_masks") if c in found)
         )
     refuse_images(row)
-    if text_field in found and text_field != "text":
-        return _text_format(row, text_field)
+    if text_field != "text":
+        if text_field not in row:
+            raise ValueError(_no_text_field(row, text_field))
+        if text_field in found:
+            return _text_format(row, text_field)
     if {"prompt", "completion"} <= found:
         return _prompt_completion_format(row)
     for column in ("messages", "conversations"):
@@ -97,6 +100,12 @@ def _prompt_completion_format(row: Row) -> Format:
             "not be told. Write both as strings or both as lists of messages"
         )
     return Format("prompt_completion", ("prompt", "completion"), conversational=lists[0])
+
+
+def _no_text_field(row: Row, text_field: str) -> str:
+    near = get_close_matches(text_field, list(row), n=1)
+    hint = f"did you mean {near[0]!r}?" if near else 'leave it at "text" if the rows are no plain text'
+    return f"dataset_text_field={text_field!r} is none of the columns {sorted(row)}; {hint}"
 
 
 def _no_format(row: Row, found: set[str], text_field: str) -> str:
@@ -322,7 +331,7 @@ def _answer_is_empty(row: Row, found: Format, roles: frozenset[str]) -> bool:
     if not found.conversational:
         if not all(isinstance(row[column], str) for column in found.columns):
             raise ValueError(f"expected strings in {' and '.join(found.columns)}, found {_shown(answer)}")
-        return found.kind == "prompt_completion" and not answer.strip()
+        return not answer.strip()
     if found.kind == "prompt_completion":
         messages_of(row["prompt"], roles)
     return bool(silent_turns(messages_of(answer, roles)))

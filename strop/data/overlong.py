@@ -33,6 +33,17 @@ def fit(row: Prepared, max_length: int | None, overlong: str, truncation_mode: s
     return [cut]
 
 
+def around_target(row: Prepared, max_length: int) -> Prepared:
+    """`max_length` tokens of `row`: its end if all it trains is in there, else as much before what it trains as of
+    it."""
+    size = len(row.input_ids)
+    first = next((i for i, label in enumerate(row.labels) if label != IGNORE), None)
+    if size <= max_length or first is None:
+        return row
+    start = size - max_length if size - first < max_length else max(0, first - max_length // 2)
+    return _piece(row, start, start + max_length, Fate.TRUNCATED)
+
+
 def without_untrainable(row: Prepared) -> Prepared:
     """The row, emptied if no token but perhaps the first, which nothing predicts, has a label."""
     return row if trained_tokens(row) else _emptied(row, Fate.UNTRAINABLE, lost=row.lost)

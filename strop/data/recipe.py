@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from strop.data.chat import ChatTemplate
 from strop.data.collate import IGNORE
 from strop.data.formats import Format, Message, Row, at_row, format_of, messages_of, silent_turns
-from strop.data.overlong import OVERLONG, TRUNCATION_MODES, fit, trained_tokens, without_untrainable
+from strop.data.overlong import OVERLONG, TRUNCATION_MODES, around_target, fit, trained_tokens, without_untrainable
 from strop.data.report import Fate
 from strop.data.tokenize import Prepared, eos_id, tokenise_chats, tokenise_texts
 from strop.data.turns import Span, assistant_spans, completion_start
@@ -100,7 +100,7 @@ def check_targets(recipe: Recipe, found: Format, formats: bool) -> None:
             "of each row. Map the "
             "data set to prompt and completion yourself, or leave completion_only_loss unset"
         )
-    if recipe.template_options and (formats or not found.conversational):
+    if recipe.template_options and (formats or not (found.conversational or found.kind == "tokens")):
         raise ValueError(
             f"chat_template_kwargs={dict(recipe.template_options)!r} would have no effect: the rows are {found}, which "
             "no chat template renders. Remove it"
@@ -289,13 +289,16 @@ class RowMaker:
         return text, spans, Fate.REWRITTEN if rewritten else Fate(0)
 
     def _shortened(self, whole: Prepared, limit: int, row: Row, k: int) -> Prepared:
-        """A conversation of which the last turn is trained, without its oldest turns if it is too long with them."""
+        """A conversation of which the last turn is trained, without its oldest turns if it is too long with them, and
+        without the start of what is asked last if that is too long alone."""
         shorter = whole
         messages = self._conversations(row)[0][k] if len(whole.input_ids) > limit else []
         for kept in _without_oldest(messages):
             if len(shorter.input_ids) <= limit:
                 break
             shorter = self._tokenise_chats([self._chat(row, kept, 0)])[0]
+        if self.recipe.truncation_mode == "keep_start":
+            shorter = around_target(shorter, limit)
         if shorter is not whole:
             lost = len(whole.input_ids) - len(shorter.input_ids)
             shorter = Prepared(shorter.input_ids, shorter.labels, whole.fate | Fate.TRUNCATED, whole.length, lost)

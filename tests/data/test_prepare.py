@@ -1,4 +1,4 @@
-"""Preparation end to end: goldens, masks, long rows, counts, packing, streams, cache and errors."""
+"""Preparation end to end: goldens, masks, long rows, counts, packing, cache and errors."""
 
 import json
 import logging
@@ -8,12 +8,12 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from strop.data.arguments import DataArguments, PackingArguments, TargetArguments
-from strop.data.prepare import HOPELESS_ROWS, prepare
+from strop.data.prepare import prepare
 from strop.data.recipe import RowMaker
 
 GOLDENS = json.loads((Path(__file__).parent.parent / "goldens" / "sft_prepared.json").read_text())
@@ -351,48 +351,6 @@ def test_torch_data_sets(tokenizer):
     assert [row["input_ids"] for row in rows] == [[5, 6], [5, 7], [5, 8]]
 
 
-def rows_to_stream(count):
-    for index in range(count):
-        yield {"prompt": "The sky is", "completion": " blue." * (1 + index % 5)}
-
-
-def test_a_stream_is_prepared_as_a_set_is(tokenizer):
-    args = Args(max_length=6)
-    whole, counted = prepare(list(rows_to_stream(1100)), tokenizer, args)
-    stream, report = prepare(
-        IterableDataset.from_generator(rows_to_stream, gen_kwargs={"count": 1100}), tokenizer, args
-    )
-    assert isinstance(stream, IterableDataset)
-    assert report.rows_in == 0
-    assert rows_of(stream) == rows_of(whole)
-    assert report.to_dict() == counted.to_dict()
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_a_stream_without_end_is_read_as_it_is_needed(tokenizer, packing):
-    endless = IterableDataset.from_generator(rows_to_stream, gen_kwargs={"count": 10**12})
-    stream, report = prepare(endless, tokenizer, Args(max_length=6), packing=packing)
-    assert len(rows_of(stream.take(2))) == 2
-    assert 0 < report.rows_in < 5000
-
-
-def test_a_prepared_stream_passes_through(tokenizer):
-    args = Args(max_length=8)
-    stream = IterableDataset.from_generator(lambda: iter([{"text": "The sky is blue."}] * 9))
-    once, _ = prepare(stream, tokenizer, args, packing=True)
-    twice, _ = prepare(once, tokenizer, args, packing=True)
-    assert rows_of(twice) == rows_of(once)
-    assert rows_of(once)[0]["seq_lengths"] == [6]
-
-
-def test_a_hopeless_stream_is_given_up(tokenizer):
-    stream, _ = prepare(
-        IterableDataset.from_generator(lambda: iter(LONG * (HOPELESS_ROWS + 5))), tokenizer, Args(max_length=16)
-    )
-    with pytest.raises(ValueError, match="the longest prompt has 20 tokens"):
-        next(iter(stream))
-
-
 def test_splits_and_transforms_are_refused(tokenizer):
     with pytest.raises(ValueError, match=r"splits \['test', 'train'\]"):
         prepare({"train": [], "test": []}, tokenizer, Args())
@@ -449,6 +407,8 @@ def test_functions_that_cannot_mean_what_they_say(tokenizer):
         ({"text": "a"}, {"max_length": 0}, "max_length=0"),
         ({"text": "a"}, {"eos_token": "<nope>"}, "'<nope>' is not in the vocabulary"),
         ({"prompt": "a"}, {}, "a prompt but no completion"),
+        ({"body": "a", "messages": []}, {"dataset_text_field": "boby"}, "did you mean 'body'"),
+        ({"text": "a"}, {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs={'x': 1} would have no effect"),
         ({"messages": []}, {}, "row 0: the list of messages is empty"),
         ({"messages": [{"role": "usr", "content": "a"}]}, {}, "did you mean 'user'"),
     ],
@@ -475,15 +435,70 @@ def test_a_template_that_refuses_a_row_is_quoted_with_it():
         prepared(rows, golden_tokenizer(template))
 
 
-def test_empty_answers_are_named(tokenizer, caplog):
-    prepared([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": " "}], tokenizer)
-    assert any("the answers in rows 1 are empty" in message for message in caplog.messages)
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
 
 
-def test_no_eos_token(tokenizer):
+@pytest.mark.parametrize(
+    ("bad", "good", "settings"),
+    [
+        ({"prompt": "a", "completion": " "}, {"prompt": "a", "completion": "b"}, {}),
+        ({"prompt": "a", "completion": ""}, {"prompt": "a", "completion": "b"}, {"completion_only_loss": False}),
+        ({"messages": [user("a"), assistant("")]}, {"messages": [user("a"), assistant("b")]}, {}),
+        (
+            {"messages": [user("a"), assistant("b"), user("a"), assistant(None)]},
+            {"messages": [user("a"), assistant(""), user("a"), assistant("b")]},  # its first answer is context
+            {"assistant_only_loss": True, "train_on_turns": "last"},
+        ),
+        (
+            {"prompt": [user("a")], "completion": [assistant(" ")]},
+            {"prompt": [user("a"), assistant(""), user("a")], "completion": [assistant("b")]},
+            {},
+        ),
+    ],
+)
+def test_an_empty_answer_is_no_target(tokenizer, bad, good, settings):
+    rows = [good] * 120 + [bad]
+    with pytest.raises(ValueError, match=r"train row 120: .*(empty|nothing in it).*dataset\.filter"):
+        prepared(rows, tokenizer, **settings)
+    assert len(prepared([good], tokenizer, **settings)[0]) == 1
+
+
+def test_a_call_of_a_tool_is_an_answer():
+    template = GOLDENS["chat_template"].replace("message['content']", "(message['content'] or 'f()')")
+    rows = [{"messages": [user("a"), CALL]}]
+    assert prepared(rows, golden_tokenizer(template), assistant_only_loss=True)[1].rows_out == 1
+
+
+def test_a_last_answer_stays_supervised_under_a_long_question(tokenizer):
+    """8 tokens are kept. An answer that fits keeps its end and as much of the question; of one that doesn't, 4 tokens
+    are trained after 4 of the question."""
+    settings = {"assistant_only_loss": True, "train_on_turns": "last"}
+    question = user("The sky is blue. " * 10)
+    for answer, num_trained in (("a", None), ("The sky is blue. " * 10, 4)):
+        rows = [{"messages": [question, assistant(answer)]}]
+        whole = prepared(rows, tokenizer, **settings)[0][0]
+        cut, report = prepared(rows, tokenizer, max_length=8, **settings)
+        trained_ids = [label for label in whole["labels"] if label != -100]
+        kept_ids = [label for label in cut[0]["labels"] if label != -100]
+        assert len(cut[0]["input_ids"]) == 8
+        assert kept_ids == trained_ids[:num_trained]
+        assert report.truncated_rows == 1
+        assert report.tokens_lost == len(whole["input_ids"]) - 8
+
+
+def test_a_formatting_function_that_fails_is_named_with_its_row(tokenizer):
+    rows = [{"a": "b"}] * 120 + [{"a": None}]
+    with pytest.raises(ValueError, match=r"train row 120: formatting_func failed with TypeError.*a dict of \['a'\]"):
+        prepared(rows, tokenizer, lambda row: "> " + row["a"])
+    with pytest.raises(ValueError, match="train row 0: formatting_func returned NoneType"):
+        prepared(rows, tokenizer, lambda row: None)
+
+
+def test_no_eos_token(tokenizer, caplog):
     tokenizer.eos_token = None
     rows, _ = prepared([{"text": "The sky"}], tokenizer)
     assert tokenizer.decode(rows[0]["input_ids"]) == "The sky"
+    assert any("won't learn to stop" in message for message in caplog.messages)
 
 
 # Cache
