@@ -39,10 +39,10 @@ class QuickstartArguments:
     output_dir: str = "quickstart"
     """Folder for the adapter, checkpoint, metrics and plot."""
 
-    steps: int = 30
+    steps: int = 40
     """Optimizer steps, of 8 rows each."""
 
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     """Peak learning rate of the adapter."""
 
     seed: int = 0
