@@ -1,7 +1,6 @@
 """`strop sft` and its siblings: options to a trained model on disk."""
 
 import importlib
-import logging
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -238,14 +237,7 @@ def ignore_bool_buffers(model: Any) -> None:
 
 def show_logs() -> None:
     """What the package logs goes to stderr, from the main process."""
-    logger = logging.getLogger("strop")
-    if launch.is_main_process() and not logger.handlers:
-        logger.addHandler(ToStderr())
-        logger.setLevel(logging.INFO)
+    from strop.callbacks import log
 
-
-class ToStderr(logging.Handler):
-    """Prints messages as they are to what `sys.stderr` is by then."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)
+    if launch.is_main_process():
+        log.show_logs()

@@ -18,6 +18,7 @@ model reads without padding, and `examples`, the size of each example of the dat
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -168,9 +169,16 @@ def _split_stream(inputs: Batch) -> Batch:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
+def masked_targets(batch: Batch) -> Tensor:
+    """(B, T): each row's labels at their own index, -100 where there is no loss."""
+    return batch["targets"].masked_fill(batch["completion_mask"] == 0, IGNORE)
+
+
 def flat_labels(batch: Batch) -> Tensor:
-    """Labels at their own index of `input_ids`, same shape, -100 where there is no loss: what functions of full logits
-    expect."""
+    """Labels at their own index of what the logits are of, same shape, -100 where there is no loss: what functions of
+    full logits expect."""
+    if "decoder_input_ids" in batch:  # whose logits stand where their label does
+        return masked_targets(batch)
     labels = torch.full_like(batch["input_ids"], IGNORE)
     mask = batch["completion_mask"].bool()
     if "segments" in batch:
@@ -180,6 +188,25 @@ def flat_labels(batch: Batch) -> Tensor:
         places = batch["predictors"] + 1
     labels.view(-1)[places[mask]] = batch["targets"][mask]
     return labels
+
+
+def by_example(batch: Batch, values: Tensor, fill: float) -> Tensor:
+    """`values` of each token, in the row tensors' shape (B, T, ...) or in that of a packed stream (1, N, ...), with one
+    line for each example of the data set: (E, W, ...), its rows one behind the other, then `fill`."""
+    sizes = batch.get("examples") or [Example(1, 0)] * len(batch["targets"])
+    is_stream = "segments" in batch and values.shape[:2] == batch["input_ids"].shape
+    if not is_stream and len(sizes) == len(values):
+        return values
+    if "segments" in batch:
+        spans = [batch["segments"].span(i) for i in batch["rows"]]
+    else:
+        spans = [slice(0, int(length)) for length in batch["attention_mask"].sum(-1)]
+    if is_stream:
+        rows = iter([values[0, span] for span in spans])
+    else:
+        rows = iter([line[: span.stop - span.start] for line, span in zip(values, spans, strict=True)])
+    lines = [torch.cat(list(islice(rows, size.num_rows))) for size in sizes]
+    return torch.nn.utils.rnn.pad_sequence(lines, batch_first=True, padding_value=fill)
 
 
 def keep_examples(batch: Batch, count: int) -> Batch:

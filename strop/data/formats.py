@@ -110,10 +110,10 @@ def _no_text_field(row: Row, text_field: str) -> str:
 
 def _no_format(row: Row, found: set[str], text_field: str) -> str:
     message = f"no text to train on in the columns {sorted(row)}; expected {EXPECTED}."
-    if "prompt" in found:
-        return f"{message} There is a prompt but no completion: add it, or name a text column with dataset_text_field"
     if {"chosen", "rejected"} & found:
         return f"{message} These look like preference pairs, which are for DPOTrainer or RewardTrainer"
+    if "prompt" in found:
+        return f"{message} There is a prompt but no completion: add it, or name a text column with dataset_text_field"
     if text_field in row:
         return f"{message} {text_field!r} is empty (None)"
     near = get_close_matches(text_field, sorted(found), n=1)

@@ -171,6 +171,24 @@ def _refuse_batched(formatting_func: FormattingFunc, row: dict[str, Any]) -> Non
         )
 
 
+def check_ids(dataset: Dataset, vocabulary_size: int, name: str) -> None:
+    """Raise ValueError for a prepared row with an id in input_ids or labels that the model doesn't know."""
+    first = 0
+    for table in dataset.with_format("arrow").iter(10_000):
+        for column in ("input_ids", "labels"):
+            lists = table.column(column).combine_chunks()
+            ids = lists.flatten().to_numpy(zero_copy_only=False)
+            unknown = ((ids < 0) | (ids >= vocabulary_size)) & ~((ids == IGNORE) & (column == "labels"))
+            if unknown.any():
+                at = int(unknown.argmax())
+                raise ValueError(
+                    f"prepared row {first + pc.list_parent_indices(lists)[at].as_py()} of the {name} data set has "
+                    f"{ids[at]} in {column}, but the model's embedding has ids from 0 to {vocabulary_size - 1}: the "
+                    "rows were tokenised for another model. Tokenise them with this one's tokenizer"
+                )
+        first += len(table)
+
+
 # Map-style data sets
 
 

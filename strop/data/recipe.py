@@ -221,6 +221,11 @@ class RowMaker:
             masks.append("completion_mask")
         if row.get("assistant_masks") is not None:
             masks.append("assistant_masks")
+        if row.get("attention_mask") is not None and not all(row["attention_mask"]):
+            raise ValueError(
+                "its attention_mask has zeros, so it was padded when it was tokenised, and padding would be trained. "
+                "Tokenise without padding; batches are padded, or packed, by themselves"
+            )
         labels = row.get("labels")
         for column in ("labels",) if labels is not None else masks:
             if len(row[column]) != len(ids):

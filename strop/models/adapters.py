@@ -2,7 +2,9 @@
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,16 @@ def load_adapter(path: str, load_base: Callable[[str], nn.Module]) -> nn.Module:
     rows = saved_rows(path, token_layers(model)[0])
     if rows > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(rows, mean_resizing=False)
-    return PeftModel.from_pretrained(model, path, is_trainable=True)
+    with _old_name_allowed():
+        return PeftModel.from_pretrained(model, path, is_trainable=True)
+
+
+@contextmanager
+def _old_name_allowed() -> Iterator[None]:
+    """Without the warning that peft asks models for `is_activation_checkpointing` by its old name."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
 
 
 def saved_rows(path: str, embedding: str) -> int:
@@ -93,7 +104,8 @@ def wrap(model: nn.Module, peft_config: Any) -> nn.Module:
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     mixed = is_quantized(model) or not is_deepspeed_zero3_enabled()
-    return get_peft_model(model, peft_config, autocast_adapter_dtype=mixed)
+    with _old_name_allowed():
+        return get_peft_model(model, peft_config, autocast_adapter_dtype=mixed)
 
 
 def is_peft(model: nn.Module) -> bool:

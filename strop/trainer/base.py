@@ -47,6 +47,8 @@ class BaseTrainer(transformers.Trainer):
             cls.loss_is_scaled_for_ga = cls.__dict__.get("loss_is_scaled_for_ga", False)
 
     def __init__(self, *args, preparation_reports: dict[str, Any] | None = None, **kwargs):
+        config = getattr(kwargs["model"] if "model" in kwargs else args[0], "config", None)
+        self._use_cache = getattr(config, "use_cache", None)  # transformers changes it for training
         super().__init__(*args, **kwargs)
         if self.args.n_gpu > 1:
             raise ValueError(
@@ -54,6 +56,8 @@ class BaseTrainer(transformers.Trainer):
                 "(DataParallel), where a step can't be counted as a whole. Start one process a GPU (torchrun, "
                 "accelerate launch), or show the process one GPU with CUDA_VISIBLE_DEVICES."
             )
+        if self.optimizer is not None:
+            _refuse_foreign_optimizer(self.optimizer, self.model)
         self.preparation_reports = preparation_reports or {}
         self.record = RunRecord(self._datasets(), self.preparation_reports)
         self.add_callback(RunMeter())
@@ -64,6 +68,7 @@ class BaseTrainer(transformers.Trainer):
         offloads = getattr(self.args, "activation_offloading", False)
         self._saved_activations = OffloadActivations(self.model, self.args.device) if offloads else nullcontext()
         self._is_staging = False
+        self._was_told_of_no_targets = False
 
     @property
     def meter(self) -> RunMeter:
@@ -98,6 +103,9 @@ class BaseTrainer(transformers.Trainer):
         self.meter.num_batches += num_batches
         counts, num_tokens = self._count_over_ranks(batches)
         self.meter.num_tokens += num_tokens
+        if not (counts.tokens or self._was_told_of_no_targets):
+            self._was_told_of_no_targets = True
+            logger.warning("step %d trains nothing: all its labels are -100", self.state.global_step + 1)
         self.meter.window.add({"loss": (0.0, float(self.is_world_process_zero()))})
         return batches, counts
 
@@ -161,11 +169,15 @@ class BaseTrainer(transformers.Trainer):
     # Training and its checkpoints
 
     def train(self, resume_from_checkpoint=None, **kwargs):
+        self._set_use_cache(self.args.use_cache)
         try:
             output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            self._refuse_idle_run()
         except BaseException as error:
             self.record.fail(error)
             raise
+        finally:
+            self._set_use_cache(self._use_cache)
         if resume_from_checkpoint and self.state.global_step == self._initial_global_step:
             logger.warning(
                 "already at step %d of %d: nothing was trained. Raise max_steps or num_train_epochs, or start without "
@@ -174,6 +186,29 @@ class BaseTrainer(transformers.Trainer):
                 self.state.max_steps,
             )
         return output._replace(training_loss=output.metrics["train_loss"])
+
+    def _refuse_idle_run(self) -> None:
+        """Raise ValueError for a run that found no batch, which would otherwise look like a success."""
+        if self.state.global_step or self.state.max_steps < 1:
+            return
+        rows = self.preparation_reports.get("train", "the train data set")
+        size = self.args.per_device_train_batch_size
+        remedy = "Look at the rows with `strop inspect`."
+        if self.args.dataloader_drop_last:
+            remedy = f"dataloader_drop_last=True drops batches of fewer than {size} rows; set it to False."
+        raise ValueError(f"nothing was trained, as there was not one batch to train on: {rows}. {remedy}")
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        """As in transformers, which goes on at the checkpoint's learning rate, whatever is asked for."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        saved = [group.get("initial_lr") for group in self.optimizer.param_groups] if checkpoint else []
+        if saved and self.args.learning_rate not in saved and saved[0] is not None:
+            logger.warning(
+                "learning_rate=%g has no effect: the run goes on at its checkpoint's, %g. To train on at another one, "
+                "start from the checkpoint as the model, without resume_from_checkpoint.",
+                self.args.learning_rate,
+                saved[0],
+            )
 
     def _init_training_state(self, max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial):
         """Where to go on: for a stream, whose length can't tell, where the checkpoint says it was."""
@@ -199,6 +234,19 @@ class BaseTrainer(transformers.Trainer):
         self._publish_checkpoint(Path(run_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         self.accelerator.wait_for_everyone()
 
+    def _save(self, output_dir=None, state_dict=None):
+        """As in transformers, and what is only for training, a cache switched off, isn't written."""
+        in_training = getattr(self.model.config, "use_cache", None)
+        self._set_use_cache(self._use_cache)
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self._set_use_cache(in_training)
+
+    def _set_use_cache(self, value: bool | None) -> None:
+        if value is not None:
+            self.model.config.use_cache = value
+
     def _get_output_dir(self, trial):
         run_dir = super()._get_output_dir(trial)
         return str(checkpoint.staging_folder(run_dir)) if self._is_staging else run_dir
@@ -221,6 +269,8 @@ class BaseTrainer(transformers.Trainer):
         if self._uses_loss:
             measured = means(self.eval_sums.totals(self.accelerator.num_processes))
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in measured.items()})
+        if not output.num_samples:
+            logger.warning("%s: the data set gave not one row to evaluate, so nothing is reported", metric_key_prefix)
         return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -233,11 +283,21 @@ class BaseTrainer(transformers.Trainer):
             loss, metrics = self.loss(model, batch, counts)
             predictions = (None, None) if prediction_loss_only else self.predictions(model, batch)
         self.eval_sums.add({"loss": (loss * weight, weight), **metrics})
-        return None, *predictions
+        return loss if "loss" in self.args.include_for_metrics else None, *predictions
 
     def predictions(self, model: torch.nn.Module, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """What `predict` returns and `compute_metrics` reads for a batch: predictions and labels, one line a row."""
         return None, None
+
+
+def _refuse_foreign_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if not any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            "the optimizer in `optimizers` holds no weight that is trained here, so nothing would change: the model "
+            "was loaded by its name, or got its adapter, only after the optimizer was made. Pass "
+            'optimizer_cls_and_kwargs=(torch.optim.AdamW, {"lr": 1e-4}) instead, or the finished model.'
+        )
 
 
 def count(batch: Batch) -> StepCounts:

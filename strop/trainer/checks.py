@@ -18,6 +18,7 @@ TRAINING_ENUMS = {
     "lr_scheduler_type": SchedulerType,
     "optim": OptimizerNames,
 }
+SAMPLING_STRATEGIES = ("random", "sequential", "group_by_length", "batch_rebalance")
 
 
 def one_of(name: str, value: Any, known: Iterable[str]) -> None:
@@ -128,6 +129,57 @@ def data(args: Any) -> None:
         )
     for key in args.dataset_kwargs or {}:
         one_of("a key of dataset_kwargs", key, ("skip_prepare_dataset",))
+    if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        no_effect(
+            args,
+            dict.fromkeys(("dataset_num_proc", "eval_packing", "chat_template_kwargs"))
+            | dict.fromkeys(("packing", "assistant_only_loss", "shuffle_dataset"), False)
+            | {"overlong": "truncate", "truncation_mode": "keep_start", "dataset_text_field": "text"},
+            'dataset_kwargs={"skip_prepare_dataset": true}, which leaves the rows as they are (packed ones say so in '
+            "seq_lengths)",
+        )
+    else:
+        no_effect(args, {"length_column_name": "length"}, "rows whose preparation measures their lengths itself")
+
+
+def no_effect(args: Any, neutral: dict[str, Any], cause: str) -> None:
+    """Refuse fields of `args` that aren't `neutral` though nothing reads them because of `cause`."""
+    for name, value in neutral.items():
+        given = getattr(args, name)
+        if given != value:
+            raise ValueError(f"{name}={given!r} would have no effect with {cause}; remove one of the two.")
+
+
+def collator(args: Any) -> None:
+    """A collator of the user's decides itself what rows look like in a batch."""
+    no_effect(
+        args,
+        {"layout": "auto", "padding_free": False, "pad_to_multiple_of": None},
+        "a data_collator of your own, which decides how rows become a batch",
+    )
+
+
+def users_loss(args: Any) -> None:
+    """A loss function of the user's takes the place of those that options describe."""
+    no_effect(
+        args,
+        {"loss_type": "nll", "label_smoothing_factor": 0.0, "router_aux_loss_coef": None},
+        "a compute_loss_func, which computes the whole loss",
+    )
+
+
+def step_counts(args: Any) -> None:
+    """A step is counted over its batches and ranks, by what collators call `labels`."""
+    if args.label_names not in (None, [], ["labels"]):
+        raise ValueError(
+            f"label_names={args.label_names!r} would have no effect: a loss is computed where `labels` are not -100. "
+            "Call the column labels, and remove label_names."
+        )
+    if not args.average_tokens_across_devices:
+        raise ValueError(
+            "average_tokens_across_devices=False would have no effect: the loss is the mean over all tokens of a step, "
+            "on however many devices. Remove it."
+        )
 
 
 def packing(args: Any) -> None:

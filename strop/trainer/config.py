@@ -95,6 +95,12 @@ class BaseConfig(transformers.TrainingArguments):
         for name in ("learning_rate", "weight_decay", "max_grad_norm", "num_train_epochs", "warmup_steps"):
             checks.at_least(name, getattr(self, name), 0)
         checks.within("label_smoothing_factor", self.label_smoothing_factor, 0, 1)
+        checks.one_of("train_sampling_strategy", self.train_sampling_strategy, checks.SAMPLING_STRATEGIES)
+        if self.load_best_model_at_end and self.eval_strategy == "no":
+            raise ValueError(
+                'load_best_model_at_end=True can\'t tell which model is best with eval_strategy="no"; set '
+                'eval_strategy="steps" or "epoch" (and save_strategy alike).'
+            )
         checks.liger(self.use_liger_kernel, self.liger_kernel_config, self.device_type)
 
     def _decide_checkpointing(self):
@@ -168,9 +174,11 @@ class SFTConfig(TargetArguments, PackingArguments, DataArguments, ModelInitArgum
         for name in ("model_init_kwargs", "dataset_kwargs"):
             setattr(self, name, checks.mapping(name, getattr(self, name)))
         checks.data(self)
+        checks.step_counts(self)
         checks.packing(self)
         checks.targets(self)
         checks.label_smoothing(self.label_smoothing_factor, self.loss_type)
+        checks.at_least("neftune_noise_alpha", self.neftune_noise_alpha, 0)
         checks.offloading(self.activation_offloading, self.device_type)
         super().__post_init__()
 

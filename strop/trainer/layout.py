@@ -1,6 +1,7 @@
 """Which layout a run uses: chosen by what the model can do, trusted only after a comparison on the first batch."""
 
 import logging
+import math
 
 from torch.nn import Module
 
@@ -48,6 +49,8 @@ class LayoutGuard:
         agreement = layouts_agree(model, batch, padded_from_packed(batch, pad_token_id=0))
         if agreement.agrees:
             logger.info("layout: packed equals padded on the first batch (largest difference %.1e)", agreement.largest)
+        elif math.isnan(agreement.largest):
+            logger.warning("layout: the model's log-probabilities on the first batch are not numbers; rows are padded")
         else:
             logger.warning(
                 "layout: packed rows get other log-probabilities than padded ones from %s (largest difference %.1e), "

@@ -9,6 +9,8 @@ import torch
 from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from strop.callbacks import log
+from strop.data.report import PreparationReport
 from strop.models.adapters import apply_peft, is_peft, trainable_summary
 from strop.models.checkpointing import wire_checkpointing
 from strop.models.forward import base_model
@@ -18,6 +20,13 @@ from strop.models.tokenizers import fit_model, is_template_file, new_token_ids, 
 logger = logging.getLogger(__name__)
 
 ITERABLE = (datasets.IterableDataset, torch.utils.data.IterableDataset)
+
+
+def show_logs(args: Any) -> None:
+    """What preparation, loading and the choice of a layout have to say appears on stderr, from the main process, unless
+    the program has set up logging itself."""
+    if args.process_index == 0 and not log.is_set_up():
+        log.show_logs(logging.INFO if args.log_level == "passive" else args.get_process_log_level())
 
 
 def check_datasets(train_dataset: Any, eval_dataset: Any, args: Any) -> None:
@@ -31,23 +40,37 @@ def check_datasets(train_dataset: Any, eval_dataset: Any, args: Any) -> None:
             f"train_dataset is a dictionary of {sorted(train_dataset)}; pass one of them, e.g. "
             "train_dataset=data['train']"
         )
-    if isinstance(train_dataset, ITERABLE) or isinstance(eval_dataset, ITERABLE):
-        _let_every_rank_read_for_itself(args)
-    if isinstance(train_dataset, ITERABLE) and args.max_steps <= 0:
+    _let_every_rank_read_for_itself(args)
+    if isinstance(train_dataset, ITERABLE):
+        _refuse_what_needs_a_length(args)
+
+
+def _refuse_what_needs_a_length(args: Any) -> None:
+    """Refuse what can't be had from a stream, whose rows come one by one."""
+    if args.max_steps <= 0:
         raise ValueError(
             "the train_dataset is a stream whose length isn't known, so the run needs an end: set max_steps (one "
             f"epoch of n rows is n / {args.per_device_train_batch_size * args.gradient_accumulation_steps} steps on "
             "one device)"
         )
+    if args.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
+        raise ValueError(
+            f"train_sampling_strategy={args.train_sampling_strategy!r} would have no effect: the train_dataset is a "
+            "stream, whose rows can't be sorted before they are read. Remove it"
+        )
+    if getattr(args, "dataset_num_proc", None):
+        raise ValueError(
+            f"dataset_num_proc={args.dataset_num_proc} would have no effect: the train_dataset is a stream, which is "
+            "prepared as it is read. Remove it; dataloader_num_workers reads a stream in other processes"
+        )
 
 
 def _let_every_rank_read_for_itself(args: Any) -> None:
-    """Streams are not read by one process that cuts its batches for the others: packed batches can't be cut like
-    that."""
+    """No process cuts its batches for others, as accelerate does with streams: packed batches can't be cut so."""
     if args.accelerator_config.dispatch_batches:
         raise ValueError(
-            "accelerator_config has dispatch_batches=True, which cuts the batches of a stream along their first "
-            "axis, but rows of a packed batch stand one after another; leave it unset"
+            "accelerator_config has dispatch_batches=True, which cuts batches along their first axis, but rows of a "
+            "packed batch stand one after another; leave it unset"
         )
     args.accelerator_config.dispatch_batches = False
 
@@ -56,6 +79,11 @@ def ready_tokenizer(
     tokenizer: PreTrainedTokenizerBase | None, model: str | PreTrainedModel, args: Any
 ) -> PreTrainedTokenizerBase:
     """The tokenizer given, or the model's own, with the template and special tokens that `args` ask for."""
+    if not (tokenizer is None or isinstance(tokenizer, PreTrainedTokenizerBase)):
+        raise ValueError(
+            f"processing_class is a {type(tokenizer).__name__}, not a tokenizer; pass one, e.g. "
+            "AutoTokenizer.from_pretrained(...), or nothing for the model's own"
+        )
     if tokenizer is None:
         name = model if isinstance(model, str) else base_model(model).config._name_or_path
         if not name:
@@ -83,6 +111,23 @@ def ready_model(
         wire_checkpointing(model, args.activation_checkpointing_kwargs)
     logger.info("%s; %s", describe_precision(model, args), trainable_summary(model))
     return model
+
+
+def check_lengths(model: Module, report: PreparationReport, max_length: int | None) -> None:
+    """Warn of rows that are longer than what the model has positions for."""
+    positions = getattr(base_model(model).config.get_text_config(), "max_position_embeddings", None)
+    longest = report.percentile(100)
+    longest = longest if max_length is None else min(longest, max_length)
+    if positions and longest > positions:
+        logger.warning(
+            "%s: rows have up to %d tokens, but the model was made for %d (max_position_embeddings); set max_length=%d",
+            report.name, longest, positions, positions,
+        )  # fmt: skip
+
+
+def vocabulary_size(model: Module) -> int:
+    """Rows of the embedding: ids the model can read are below."""
+    return base_model(model).get_input_embeddings().weight.shape[0]
 
 
 def router_aux_loss_coef(model: Module, args: Any) -> float:

@@ -14,20 +14,37 @@ from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from strop.compat import accepts_old_names
-from strop.data.collate import IGNORE, Batch, EncoderDecoderCollator, SupervisedCollator, flat_labels
+from strop.data.collate import (
+    IGNORE,
+    Batch,
+    EncoderDecoderCollator,
+    SupervisedCollator,
+    by_example,
+    flat_labels,
+    masked_targets,
+)
 from strop.data.inspect import as_text, explain
-from strop.data.prepare import prepare
+from strop.data.prepare import check_ids, prepare
 from strop.losses.reduce import StepCounts, token_mean
 from strop.losses.supervised import SUPERVISED_LOSSES, label_smoothed
 from strop.models.forward import base_model, forward
 from strop.models.logps import TokenScores, logps, top_ids
 from strop.models.neftune import neftune
 
+from . import checks
 from .base import BaseTrainer
 from .config import SFTConfig, config_for
 from .layout import settle_layout
 from .meter import Metrics
-from .setup import check_datasets, ready_model, ready_tokenizer, router_aux_loss_coef
+from .setup import (
+    check_datasets,
+    check_lengths,
+    ready_model,
+    ready_tokenizer,
+    router_aux_loss_coef,
+    show_logs,
+    vocabulary_size,
+)
 
 Rows = Dataset | IterableDataset | torch.utils.data.Dataset
 
@@ -66,14 +83,20 @@ class SFTTrainer(BaseTrainer):
         formatting_func: Callable[[dict], str | list[str]] | None = None,
     ):
         args = config_for(SFTConfig, args, model, "SFT")
+        show_logs(args)
         check_datasets(train_dataset, eval_dataset, args)
+        _check_functions(args, data_collator, compute_loss_func, formatting_func)
         tokenizer = ready_tokenizer(processing_class, model, args)
         self.formatting_func = formatting_func
         self.preparation_reports: dict[str, Any] = {}
+        self._tokenised: dict[str, Dataset] = {}  # data sets that came as tokens, until their ids are checked
         with args.main_process_first(desc="data preparation"):
             train_dataset = self._prepared(train_dataset, "train", tokenizer, args)
             eval_dataset = self._prepared(eval_dataset, "eval", tokenizer, args)
         model = ready_model(model, args, tokenizer, quantization_config, peft_config)
+        for report in self.preparation_reports.values():
+            check_lengths(model, report, args.max_length)
+        self._check_ids(model)
         if data_collator is None:
             data_collator = supervised_collator(model, tokenizer, args)
         super().__init__(
@@ -101,11 +124,19 @@ class SFTTrainer(BaseTrainer):
             return rows
         if isinstance(rows, dict):
             return {key: self._prepared(part, f"{name}_{key}", tokenizer, args) for key, part in rows.items()}
+        was_tokenised = "input_ids" in (getattr(rows, "column_names", None) or ["input_ids"])
         packing = args.packing if name == "train" or args.eval_packing is None else args.eval_packing
         rows, self.preparation_reports[name] = prepare(
             rows, tokenizer, args, formatting_func=self.formatting_func, name=name, packing=packing
         )
+        if was_tokenised and isinstance(rows, Dataset):
+            self._tokenised[name] = rows
         return rows
+
+    def _check_ids(self, model: Module) -> None:
+        for name, rows in self._tokenised.items():
+            check_ids(rows, vocabulary_size(model), name)
+        self._tokenised.clear()
 
     def _set_signature_columns_if_needed(self):
         if self._signature_columns is None:
@@ -139,6 +170,12 @@ class SFTTrainer(BaseTrainer):
 
     def _token_losses(self, scores: TokenScores) -> Tensor:
         losses = self.token_loss(scores.logps)
+        if losses.shape != scores.logps.shape:
+            raise ValueError(
+                f"the function given as loss_type returned {tuple(losses.shape)} for log-probabilities of shape "
+                f"{tuple(scores.logps.shape)}; it must return the loss of each token, in the same shape (the mean over "
+                "the trained ones is taken afterwards)"
+            )
         if self.args.label_smoothing_factor:
             losses = label_smoothed(losses, scores.mean_logps, self.args.label_smoothing_factor)
         return losses
@@ -154,18 +191,41 @@ class SFTTrainer(BaseTrainer):
         """As in transformers, and `eval_dataset` may be raw rows, prepared as those of the constructor were."""
         if eval_dataset is not None and not isinstance(eval_dataset, str | dict):
             eval_dataset = self._prepared(eval_dataset, metric_key_prefix, self.processing_class, self.args)
+            self._check_ids(self.model)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test"):
         """As in transformers; rows may be raw. Predictions are the likeliest ids, (rows, tokens), like the labels."""
+        if isinstance(test_dataset, dict):
+            raise ValueError(f"predict takes one data set, but this is a dictionary of {sorted(test_dataset)}")
         test_dataset = self._prepared(test_dataset, metric_key_prefix, self.processing_class, self.args)
+        self._check_ids(self.model)
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def predictions(self, model: Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        labels = batch["targets"].masked_fill(batch["completion_mask"] == 0, IGNORE)
         if self.preprocess_logits_for_metrics is None:
-            return top_ids(model, batch), labels
-        return forward(model, batch).logits, flat_labels(batch)
+            values, labels = top_ids(model, batch), masked_targets(batch)
+        else:
+            values, labels = forward(model, batch).logits, flat_labels(batch)
+        return by_example(batch, values, 0), by_example(batch, labels, IGNORE)
+
+
+def _check_functions(args: SFTConfig, data_collator, compute_loss_func, formatting_func) -> None:
+    """Refuse functions of the user's that would leave an option, or that an option would leave, without effect."""
+    if data_collator is not None:
+        checks.collator(args)
+        if (args.packing or args.eval_packing) and not isinstance(data_collator, SupervisedCollator):
+            raise ValueError(
+                "packing=True puts several rows into one, told apart by the column seq_lengths, which a data_collator "
+                "of your own need not heed: rows would read each other. Pass packing=False, or no data_collator"
+            )
+    if compute_loss_func is not None:
+        checks.users_loss(args)
+    if formatting_func is not None and (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        raise ValueError(
+            'formatting_func would have no effect with dataset_kwargs={"skip_prepare_dataset": true}, which leaves the '
+            "rows as they are; remove one of the two"
+        )
 
 
 def supervised_collator(model: Module, tokenizer: PreTrainedTokenizerBase, args: SFTConfig):

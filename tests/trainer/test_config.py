@@ -154,6 +154,24 @@ REFUSED = [
     ({"bf16": True, "fp16": True}, "contradict"),
     ({"gradient_checkpointing": False, "activation_checkpointing": True}, "two names of one option"),
     ({"gradient_checkpointing": False, "gradient_checkpointing_kwargs": {"use_reentrant": False}}, "no effect"),
+    ({"label_names": ["answers"]}, "label_names=\\['answers'\\] would have no effect"),
+    ({"average_tokens_across_devices": False}, "the mean over all tokens of a step"),
+    ({"load_best_model_at_end": True}, 'eval_strategy="no"; set eval_strategy="steps"'),
+    ({"train_sampling_strategy": "by_length"}, "Did you mean 'group_by_length'"),
+    ({"length_column_name": "size"}, "length_column_name='size' would have no effect"),
+    ({"neftune_noise_alpha": -1.0}, "neftune_noise_alpha=-1.0 is out of range"),
+    (
+        {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": True},
+        "packing=True would have no effect with dataset_kwargs",
+    ),
+    (
+        {"dataset_kwargs": {"skip_prepare_dataset": True}, "assistant_only_loss": True},
+        "assistant_only_loss=True would have no",
+    ),
+    (
+        {"dataset_kwargs": {"skip_prepare_dataset": True}, "shuffle_dataset": True},
+        "shuffle_dataset=True would have no effect",
+    ),
     ({"loss_type": "strop.losses.supervised:no_such"}, "cannot be imported"),
     ({"loss_type": "strop.losses.supervised:SUPERVISED_LOSSES"}, "is a dict; it must be a function"),
 ]
