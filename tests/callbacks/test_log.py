@@ -7,19 +7,17 @@ import pytest
 from strop.callbacks import log
 
 
-@pytest.fixture
-def logger(monkeypatch):
-    """The package's logger as in a program that has not set up logging."""
+def untouched(monkeypatch) -> logging.Logger:
+    """The package's logger as in a program that has not set up logging (pytest does, so not in a fixture)."""
     logger = logging.getLogger("strop")
-    monkeypatch.setattr(logger, "handlers", [])
-    monkeypatch.setattr(logger, "propagate", False)
-    before = logger.level
-    logger.setLevel(logging.NOTSET)
-    yield logger
-    logger.setLevel(before)
+    for name, value in (("handlers", []), ("propagate", False), ("level", logging.NOTSET)):
+        monkeypatch.setattr(logger, name, value)
+    logger.manager._clear_cache()
+    return logger
 
 
-def test_messages_reach_stderr_once(logger, capsys):
+def test_messages_reach_stderr_once(monkeypatch, capsys):
+    untouched(monkeypatch)
     assert not log.is_set_up()
     log.show_logs()
     log.show_logs()
@@ -28,6 +26,6 @@ def test_messages_reach_stderr_once(logger, capsys):
 
 
 @pytest.mark.parametrize("set_up", [lambda x: x.addHandler(logging.NullHandler()), lambda x: x.setLevel("ERROR")])
-def test_a_program_that_sets_up_logging_keeps_its_say(logger, set_up):
-    set_up(logger)
+def test_a_program_that_sets_up_logging_keeps_its_say(monkeypatch, set_up):
+    set_up(untouched(monkeypatch))
     assert log.is_set_up()
