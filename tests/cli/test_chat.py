@@ -168,10 +168,10 @@ def test_a_chat_reads_a_pipe(tiny_folder, tiny_llama, bpe_tokenizer, capsys, mon
 
 def test_a_prompt_without_room_is_refused_and_the_chat_goes_on(tiny_folder):
     out, notes = io.StringIO(), io.StringIO()
-    answerer = Answerer(AnswerArguments(model=str(tiny_folder), max_new_tokens=500))
+    answerer = Answerer(AnswerArguments(model=str(tiny_folder), max_new_tokens=2040))
     chat = Chat(answerer, out, notes)
     chat.run(["Ice is cold, fire is hot\n", "/help\n"])
-    assert "the model reads at most 512" in notes.getvalue()
+    assert "the model reads at most 2048" in notes.getvalue()
     assert chat.history == []
 
 
