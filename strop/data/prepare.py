@@ -114,6 +114,11 @@ def as_dataset(rows: AnyRows, name: str = "train") -> Dataset | IterableDataset:
         return rows
     if isinstance(rows, torch.utils.data.IterableDataset):
         return IterableDataset.from_generator(_plain_rows, gen_kwargs={"rows": rows})
+    if isinstance(rows, str):
+        raise ValueError(
+            f"the {name} data set is the name {rows!r}; load it first, e.g. with datasets.load_dataset (or give the "
+            "name to `strop sft`)"
+        )
     if not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__"):
         raise ValueError(
             f"the {name} data set is a {type(rows).__name__}; expected a datasets or torch data set, or a list of rows"

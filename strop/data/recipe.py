@@ -217,6 +217,11 @@ class RowMaker:
     def _tokens(self, row: Row) -> Prepared:
         """An already tokenised row; labels are taken as they are, else made from the masks."""
         ids, masks = row["input_ids"], []
+        if ids and not isinstance(ids[0], int):
+            raise ValueError(
+                f"its input_ids begin with {ids[0]!r}, but a row is a flat list of whole numbers. A tokenizer gives "
+                "that for one text, without return_tensors"
+            )
         if row.get("completion_mask") is not None and self.trains_completion_only:
             masks.append("completion_mask")
         if row.get("assistant_masks") is not None:

@@ -352,6 +352,8 @@ def test_torch_data_sets(tokenizer):
 
 
 def test_splits_and_transforms_are_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"the train data set is the name 'rows.jsonl'; load it first"):
+        prepare("rows.jsonl", tokenizer, Args())
     with pytest.raises(ValueError, match=r"splits \['test', 'train'\]"):
         prepare({"train": [], "test": []}, tokenizer, Args())
     dataset = Dataset.from_list([{"text": "a"}]).with_transform(lambda batch: batch)
@@ -407,6 +409,7 @@ def test_functions_that_cannot_mean_what_they_say(tokenizer):
         ({"text": "a"}, {"max_length": 0}, "max_length=0"),
         ({"text": "a"}, {"eos_token": "<nope>"}, "'<nope>' is not in the vocabulary"),
         ({"prompt": "a"}, {}, "a prompt but no completion"),
+        ({"input_ids": [[5, 6]]}, {}, r"row 0: its input_ids begin with \[5, 6\]"),
         ({"body": "a", "messages": []}, {"dataset_text_field": "boby"}, "did you mean 'body'"),
         ({"text": "a"}, {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs={'x': 1} would have no effect"),
         ({"messages": []}, {}, "row 0: the list of messages is empty"),
