@@ -26,7 +26,7 @@ from .base import BaseTrainer
 from .config import BaseConfig, config_for
 from .layout import settle_layout
 from .meter import Metrics
-from .setup import check_datasets, ready_model, ready_tokenizer
+from .setup import check_datasets, ready_model, ready_tokenizer, show_logs
 
 
 @accepts_old_names
@@ -69,6 +69,7 @@ class DPOConfig(ModelInitArguments, BaseConfig):
         checks.one_of("layout", self.layout, ("auto", "packed", "padded"))
         checks.within("label_smoothing", self.label_smoothing, 0, 0.5)
         checks.at_least("max_length", self.max_length, 1)
+        checks.step_counts(self)
         if self.label_smoothing and self.loss_type != "sigmoid":
             raise ValueError(
                 f"label_smoothing={self.label_smoothing} would have no effect with loss_type={self.loss_type!r}; use "
@@ -106,6 +107,7 @@ class DPOTrainer(BaseTrainer):
         peft_config: Any = None,
     ):
         args = config_for(DPOConfig, args, model, "DPO")
+        show_logs(args)
         check_datasets(train_dataset, eval_dataset, args)
         tokenizer = ready_tokenizer(processing_class, model, args)
         with args.main_process_first(desc="data preparation"):
