@@ -47,8 +47,7 @@ class BaseTrainer(transformers.Trainer):
             cls.loss_is_scaled_for_ga = cls.__dict__.get("loss_is_scaled_for_ga", False)
 
     def __init__(self, *args, preparation_reports: dict[str, Any] | None = None, **kwargs):
-        config = getattr(kwargs["model"] if "model" in kwargs else args[0], "config", None)
-        self._use_cache = getattr(config, "use_cache", None)  # transformers changes it for training
+        self._use_cache = _use_cache_of(kwargs.get("model", args[0] if args else None))  # changed for training
         super().__init__(*args, **kwargs)
         if self.args.n_gpu > 1:
             raise ValueError(
@@ -236,7 +235,7 @@ class BaseTrainer(transformers.Trainer):
 
     def _save(self, output_dir=None, state_dict=None):
         """As in transformers, and what is only for training, a cache switched off, isn't written."""
-        in_training = getattr(self.model.config, "use_cache", None)
+        in_training = _use_cache_of(self.model)
         self._set_use_cache(self._use_cache)
         try:
             super()._save(output_dir, state_dict)
@@ -244,7 +243,7 @@ class BaseTrainer(transformers.Trainer):
             self._set_use_cache(in_training)
 
     def _set_use_cache(self, value: bool | None) -> None:
-        if value is not None:
+        if value is not None and hasattr(self.model, "config"):
             self.model.config.use_cache = value
 
     def _get_output_dir(self, trial):
@@ -304,6 +303,10 @@ def count(batch: Batch) -> StepCounts:
     """What one micro-batch trains on."""
     mask = batch["completion_mask"]
     return StepCounts(int(mask.sum()), int(mask.any(-1).sum()))
+
+
+def _use_cache_of(model: Any) -> bool | None:
+    return getattr(getattr(model, "config", None), "use_cache", None)
 
 
 def _accept_all_arguments(compute_loss):
