@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from strop.data.report import Fate
-from strop.data.tokenize import eos_id, tokenise_chats, tokenise_texts
+from strop.data.tokenize import encoded, eos_id, tokenise_chats, tokenise_texts
 
 BOS, EOS = 0, 1
 LETTERS = "abcdefghx "
@@ -141,3 +141,15 @@ def test_letters_of_several_tokens_belong_together():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     (row,) = tokenise_chats(PreTrainedTokenizerFast(tokenizer_object=tokenizer), ["éxéx"], [[(2, 3)]], [Fate(0)])
     assert [label != -100 for label in row.labels] == [False, False, False, True, True, False]
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_texts_get_the_same_tokens_one_by_one_and_together(monkeypatch, special):
+    tokenizer, texts = make("<s> $A", trim_offsets=True), ["xab c", "", "c</s>x cc"]
+    found = []
+    for threads in (1, 2):
+        monkeypatch.setattr("torch.get_num_threads", lambda threads=threads: threads)
+        tokenizer("x" * 9, truncation=True, max_length=4, padding="max_length")  # leaves its settings behind
+        found.append([(ids, encoding.offsets) for ids, encoding in encoded(tokenizer, texts, special)])
+    assert found[0] == found[1]
+    assert len(found[0][2][0]) == 8 + special

@@ -34,6 +34,7 @@ def arguments(tmp_path, **options) -> TrainingArguments:
         "learning_rate": 0.01,
         "max_steps": 1,
         "logging_steps": 1,
+        "max_grad_norm": 0.0,
         "report_to": "none",
     }
     return TrainingArguments(
