@@ -149,7 +149,7 @@ def test_texts_get_the_same_tokens_one_by_one_and_together(monkeypatch, special)
     found = []
     for threads in (1, 2):
         monkeypatch.setattr("torch.get_num_threads", lambda threads=threads: threads)
-        tokenizer("x" * 9, truncation=True, max_length=4, padding="max_length")  # leaves its settings behind
+        tokenizer("x" * 9, truncation=True, max_length=4)  # leaves its settings behind
         found.append([(ids, encoding.offsets) for ids, encoding in encoded(tokenizer, texts, special)])
     assert found[0] == found[1]
     assert len(found[0][2][0]) == 8 + special
