@@ -152,4 +152,4 @@ def test_texts_get_the_same_tokens_one_by_one_and_together(monkeypatch, special)
         tokenizer("x" * 9, truncation=True, max_length=4)  # leaves its settings behind
         found.append([(ids, encoding.offsets) for ids, encoding in encoded(tokenizer, texts, special)])
     assert found[0] == found[1]
-    assert len(found[0][2][0]) == 8 + special
+    assert len(found[0][2][0]) == 5 + special
