@@ -1,6 +1,7 @@
 """The `strop` command: finds the subcommand and imports only what that needs."""
 
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -27,6 +28,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand with the words after its name; the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports what it lacks whenever peft is imported
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return 0

@@ -3,7 +3,6 @@
 The training itself is the public API as anyone would use it: `SFTConfig`, `SFTTrainer`, a LoRA adapter.
 """
 
-import logging
 import random
 import shlex
 import sys
@@ -120,7 +119,6 @@ def quieten_libraries() -> None:
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def starting_model() -> str:
