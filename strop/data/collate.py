@@ -218,10 +218,10 @@ def keep_examples(batch: Batch, count: int) -> Batch:
 
 
 def leading_rows(packed: Batch, num_tokens: int) -> Batch:
-    """The first rows of a packed batch, at least `num_tokens` of them if there are so many, with all they continue."""
+    """The first rows of a packed batch, with all they continue: two at least and `num_tokens`, if it has so many."""
     segments = packed["segments"]
     count, total = 0, 0
-    while count < len(segments.lengths) and (total < num_tokens or segments.parents[count] >= 0):
+    while count < len(segments.lengths) and (total < num_tokens or count < 2 or segments.parents[count] >= 0):
         total += segments.lengths[count]
         count += 1
     rows = tuple(segment for segment in packed["rows"] if segment < count)

@@ -28,8 +28,10 @@ def settle_layout(model: Module, wanted: str = "auto", padding_free: bool = Fals
 
 
 class LayoutGuard:
-    """Compares the packed layout with the padded one on the first packed batch; on a mismatch all batches are
-    padded."""
+    """Compares the packed layout with the padded one on the first batch in which rows could see each other.
+
+    On a mismatch all batches are padded.
+    """
 
     SAMPLE = 256
     """Tokens to compare; whole rows, so usually some more."""
@@ -39,7 +41,7 @@ class LayoutGuard:
         """None until a batch was compared."""
 
     def __call__(self, model: Module, batch: Batch) -> Batch:
-        if "segments" not in batch:
+        if "segments" not in batch or len(batch["segments"].lengths) == 1:
             return batch
         if self.is_trusted is None:
             self.is_trusted = self._compare(model, leading_rows(batch, self.SAMPLE))
