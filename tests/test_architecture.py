@@ -54,7 +54,7 @@ GIVEN_NAMES = {
     *("maybe_apply_chat_template", "maybe_convert_to_chatml"),
 }
 """Methods of transformers' that are overridden, and public names that users know."""
-FORBIDDEN_TEXT = re.compile(r"\bTODO\b|\bFIXME\b|\bXXX\b|/work/")
+FORBIDDEN_TEXT = re.compile(r"\bTODO\b|\bFIXME\b|\bXXX\b|/(home|root|tmp)/")
 
 
 def relative(path: Path) -> str:
