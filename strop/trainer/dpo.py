@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.nn import Module
@@ -69,7 +68,18 @@ class DPOConfig(ModelInitArguments, BaseConfig):
         checks.one_of("layout", self.layout, ("auto", "packed", "padded"))
         checks.within("label_smoothing", self.label_smoothing, 0, 0.5)
         checks.at_least("max_length", self.max_length, 1)
+        checks.at_least("ref_model_sync_steps", self.ref_model_sync_steps, 1)
         checks.step_counts(self)
+        self.model_init_kwargs = checks.mapping("model_init_kwargs", self.model_init_kwargs)
+        if not 0 < self.ref_model_mixup_alpha <= 1:
+            raise ValueError(
+                f"ref_model_mixup_alpha={self.ref_model_mixup_alpha} is out of range; a share is in (0, 1]."
+            )
+        for name in ("router_aux_loss_coef", "label_smoothing_factor", "neftune_noise_alpha"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} would have no effect: this loss doesn't use it. Remove it."
+                )
         if self.label_smoothing and self.loss_type != "sigmoid":
             raise ValueError(
                 f"label_smoothing={self.label_smoothing} would have no effect with loss_type={self.loss_type!r}; use "
@@ -107,6 +117,8 @@ class DPOTrainer(BaseTrainer):
         peft_config: Any = None,
     ):
         args = config_for(DPOConfig, args, model, "DPO")
+        if compute_metrics is not None:
+            raise ValueError("compute_metrics would get no predictions: pairs are scored, not predicted. Remove it.")
         show_logs(args)
         check_datasets(train_dataset, eval_dataset, args)
         tokenizer = ready_tokenizer(processing_class, model, args)
@@ -150,6 +162,8 @@ class DPOTrainer(BaseTrainer):
             return None
         if isinstance(rows, dict):
             return {key: self._prepared(part, tokenizer, args, f"{name}_{key}") for key, part in rows.items()}
+        if not isinstance(rows, Dataset):
+            raise ValueError(f"the {name} data set is a {type(rows).__name__}; pairs come as a datasets.Dataset so far")
         return prepare_pairs(rows, tokenizer, args.max_length, name)
 
     def _set_signature_columns_if_needed(self):
@@ -166,13 +180,14 @@ class DPOTrainer(BaseTrainer):
         policy = masked_sum(logps(model, batch).logps, mask, -1)
         log_ratio = policy - masked_sum(self.reference.logps(batch), mask, -1)
         lengths = mask.sum(-1)
+        kept = (lengths[0::2] > 0).repeat_interleave(2)  # pairs that only fill up a batch have no loss
+        policy, log_ratio, lengths = policy[kept], log_ratio[kept], lengths[kept]
         pairs = Pairs(log_ratio[0::2], log_ratio[1::2], lengths[0::2], lengths[1::2])
-        kept = (lengths[0::2] > 0).float()  # pairs that only fill up a batch have no loss
         smoothing = {"smoothing": self.args.label_smoothing} if self.args.label_smoothing else {}
-        losses = torch.where(kept.bool(), self.pair_loss(pairs, self.args.beta, **smoothing), 0.0)
-        return losses.sum() / max(counts.sequences / 2, 1), self._metrics(pairs, policy, kept)
+        losses = self.pair_loss(pairs, self.args.beta, **smoothing)
+        return losses.sum() / max(counts.sequences / 2, 1), self._metrics(pairs, policy)
 
-    def _metrics(self, pairs: Pairs, policy: Tensor, kept: Tensor) -> Metrics:
+    def _metrics(self, pairs: Pairs, policy: Tensor) -> Metrics:
         margin = pairs.margin.detach()
         values = {
             "rewards/chosen": self.args.beta * pairs.chosen,
@@ -182,4 +197,4 @@ class DPOTrainer(BaseTrainer):
             "logps/chosen": policy[0::2],
             "logps/rejected": policy[1::2],
         }
-        return {name: (masked_sum(value.detach(), kept), kept.sum()) for name, value in values.items()}
+        return {name: (value.detach().sum(), len(margin)) for name, value in values.items()}

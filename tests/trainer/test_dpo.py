@@ -7,6 +7,8 @@ import pytest
 import torch
 from datasets import Dataset
 
+from strop.data.collate import keep_examples
+from strop.losses.reduce import StepCounts
 from strop.trainer.dpo import DPOConfig, DPOTrainer
 
 PAIRS = Dataset.from_list(
@@ -127,3 +129,39 @@ def test_the_model_cannot_be_its_own_reference(tiny_llama, bpe_tokenizer, tmp_pa
             train_dataset=PAIRS,
             processing_class=bpe_tokenizer,
         )
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo"])
+def test_pairs_that_only_fill_up_leave_no_trace(tiny_llama, bpe_tokenizer, tmp_path, loss_type):
+    """The gradient of two pairs, one of them without a loss, is that of the other alone, and finite."""
+    args = DPOConfig(str(tmp_path), use_cpu=True, loss_type=loss_type)
+    trainer = DPOTrainer(tiny_llama, None, args, train_dataset=PAIRS, processing_class=bpe_tokenizer)
+    rows = [trainer.train_dataset[i] for i in range(2)]
+    both, alone = keep_examples(trainer.data_collator(rows), 1), trainer.data_collator(rows[:1])
+    gradients = []
+    for batch in (both, alone, keep_examples(both, 0)):
+        trainer.model.zero_grad()
+        trainer.loss(trainer.model, batch, StepCounts(tokens=1, sequences=2))[0].backward()
+        gradients.append(trainer.model.model.layers[0].mlp.up_proj.weight.grad.clone())
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert gradients[1].abs().max() > 0
+    assert (gradients[2] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"router_aux_loss_coef": 0.1}, {"label_smoothing_factor": 0.1}, {"neftune_noise_alpha": 5.0}],
+    ids=str,
+)
+def test_options_without_effect_are_refused(tmp_path, options):
+    with pytest.raises(ValueError, match="would have no effect"):
+        DPOConfig(str(tmp_path), use_cpu=True, **options)
+
+
+def test_what_the_trainer_can_not_take_yet_is_refused(tiny_llama, bpe_tokenizer, tmp_path):
+    args = DPOConfig(str(tmp_path), use_cpu=True, max_steps=1)
+    with pytest.raises(ValueError, match="compute_metrics would get no predictions"):
+        DPOTrainer(tiny_llama, None, args, train_dataset=PAIRS, processing_class=bpe_tokenizer, compute_metrics=len)
+    stream = PAIRS.to_iterable_dataset()
+    with pytest.raises(ValueError, match="the train data set is a IterableDataset"):
+        DPOTrainer(tiny_llama, None, args, train_dataset=stream, processing_class=bpe_tokenizer)
