@@ -83,3 +83,54 @@ class TargetArguments:
     train_on_turns: str = "all"
     """With assistant_only_loss: "all" turns of the assistant, the "last" one, or "expand" a conversation into one row a
     turn, each rendered as at inference."""
+
+
+@dataclass
+class PreferenceArguments:
+    """How rows with answers to a prompt become tokens, and share a forward pass."""
+
+    dataset_num_proc: int | None = None
+    """Worker processes that prepare map-style data sets; one if not set."""
+
+    max_length: int | None = 1024
+    """Longest prompt with one completion, in tokens; None for no limit."""
+
+    max_prompt_length: int | None = None
+    """Longest prompt in tokens: of a longer one the end is kept. None for no limit but max_length."""
+
+    max_completion_length: int | None = None
+    """Longest completion in tokens: of a longer one the start is kept. None for no limit but max_length."""
+
+    truncation_mode: str = "keep_start"
+    """What gives way above max_length: "keep_start" cuts the end of completions, "keep_end" the start of the prompt,
+    alike for all its completions."""
+
+    overlong: str = "truncate"
+    """What happens to rows above max_length: "truncate", "drop" or "error"."""
+
+    eos_token: str | None = None
+    """End-of-sequence token, if not the tokenizer's own; must be in its vocabulary."""
+
+    pad_token: str | None = None
+    """Padding token, if not the tokenizer's own (else its end-of-sequence token is used); must be in its vocabulary."""
+
+    chat_template_path: str | None = None
+    """A .jinja file with a chat template, or a model or folder whose tokenizer's template (and tokens) to adopt."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments for the chat template, e.g. {"enable_thinking": false}; those in a row's own chat_template_kwargs
+    column come on top."""
+
+    padding_free: bool = False
+    """Require the packed layout: refuse to run where the model would have to be given padded rows."""
+
+    layout: str = "auto"
+    """"packed": rows of a micro-batch share one stream without padding, and a prompt stands in it once. "padded": rows
+    padded to one length, each with its prompt. "auto": packed wherever the model allows it, verified on the first
+    batch."""
+
+    pad_to_multiple_of: int | str | None = "auto"
+    """Round the time axis up to a multiple of this; "auto" or None for none."""
+
+    disable_dropout: bool = True
+    """Switch off dropout, so that policy and reference are compared without noise."""

@@ -4,12 +4,13 @@
 shared part is computed once. *padded*: right-padded rows with a mask, shared parts repeated, for models whose attention
 strop cannot replace.
 
-Both give the same batch: what the model reads, and three row tensors that no layout changes the meaning of. For B rows
+Both give the same batch: what the model reads, and four row tensors that no layout changes the meaning of. For B rows
 with a loss and up to T own tokens each (what a row shares with others is not its own):
 
     targets          (B, T) int64  the token to be predicted
     predictors       (B, T) int64  which hidden state predicts it: an index into the model's hidden states, flattened
     completion_mask  (B, T) int64  1 exactly where the loss counts
+    ends             (B,)   int64  the hidden state of the row's last token: an index as in predictors
 
 Everything a token has stands at the token's own index of its row; nobody shifts anything. A packed batch also holds
 `rows`, the index in `segments` of each of the B rows. Two things on the host complete a batch: `num_tokens`, what the
@@ -115,6 +116,7 @@ def _row_tensors(rows: list[TokenRow], first_token: list[int], first_predictor: 
         "targets": labels.masked_fill(~mask, 0),
         "predictors": predictors.masked_fill(~mask, 0),
         "completion_mask": mask.long(),
+        "ends": torch.tensor([start + len(row.input_ids) - 1 for start, row in zip(first_token, rows, strict=True)]),
     }
     for name in rows[0].streams if rows else ():
         tensors[name] = pad([torch.as_tensor(row.streams[name]) for row in rows], 0, width)
@@ -230,7 +232,7 @@ def leading_rows(packed: Batch, num_tokens: int) -> Batch:
         "position_ids": packed["position_ids"][:, :total],
         "segments": Segments(segments.lengths[:count], segments.parents[:count]),
         "rows": rows,
-        **{name: packed[name][: len(rows)] for name in ("targets", "predictors", "completion_mask")},
+        **{name: packed[name][: len(rows)] for name in ("targets", "predictors", "completion_mask", "ends")},
     }
 
 

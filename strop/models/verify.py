@@ -76,7 +76,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def padded_from_packed(packed: Mapping[str, Any], pad_token_id: int) -> dict[str, Any]:
-    """The padded batch of the rows of a packed one; only what the model reads and `predictors` differ."""
+    """The padded batch of the rows of a packed one; only what the model reads, `predictors` and `ends` differ."""
     segments: Segments = packed["segments"]
     stream = packed["input_ids"][0]
     spans = [[segments.span(j) for j in (*segments.ancestors(i), i)] for i in packed["rows"]]
@@ -91,6 +91,7 @@ def padded_from_packed(packed: Mapping[str, Any], pad_token_id: int) -> dict[str
         "input_ids": input_ids,
         "attention_mask": attention_mask,
         "predictors": _padded_predictors(packed, width),
+        "ends": torch.tensor([b * width + len(row) - 1 for b, row in enumerate(whole)], device=stream.device),
         "num_tokens": int(attention_mask.sum()),
     }
     return {k: v for k, v in packed.items() if k not in ("segments", "rows", "position_ids")} | replaced

@@ -88,6 +88,14 @@ class BaseTrainer(transformers.Trainer):
         """This micro-batch's share of the step's loss, (), and metrics as (sum, weight)."""
         raise TypeError(f"{type(self).__name__} must define `loss`, or override `compute_loss`")
 
+    def count(self, batch: Batch) -> StepCounts:
+        """What one micro-batch trains on, in the units that `loss` divides by."""
+        mask = batch["completion_mask"]
+        return StepCounts(int(mask.sum()), int(mask.any(-1).sum()))
+
+    def look_ahead(self, batches: list[Batch]) -> None:
+        """Put into each micro-batch of a step what its loss must know of the whole step. Every rank calls it."""
+
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The micro-batches of one optimizer step, and its counts. transformers calls this once a step."""
         if self.state.global_step >= self.state.max_steps:  # resumed when finished; transformers would do a step more
@@ -106,6 +114,7 @@ class BaseTrainer(transformers.Trainer):
             self._was_told_of_no_targets = True
             logger.warning("step %d trains nothing: all its labels are -100", self.state.global_step + 1)
         self.meter.window.add({"loss": (0.0, float(self.is_world_process_zero()))})
+        self.look_ahead(batches)
         return batches, counts
 
     def training_step(self, *args, **kwargs):
@@ -132,7 +141,7 @@ class BaseTrainer(transformers.Trainer):
     def _count_over_ranks(self, batches: list[Batch]) -> tuple[StepCounts, int]:
         """What `batches` of all ranks train on, and how many tokens the model reads."""
         local = [
-            *sum((count(batch) for batch in batches), StepCounts(0, 0)),
+            *sum((self.count(batch) for batch in batches), StepCounts(0, 0)),
             sum(batch["num_tokens"] for batch in batches),
         ]
         total = self.accelerator.reduce(torch.tensor(local, device=self.args.device), "sum").tolist()
@@ -266,17 +275,21 @@ class BaseTrainer(transformers.Trainer):
         self.eval_sums = WeightedSums()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self._uses_loss:
-            measured = means(self.eval_sums.totals(self.accelerator.num_processes))
+            measured = self.measured(means(self.eval_sums.totals(self.accelerator.num_processes)))
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in measured.items()})
         if not output.num_samples:
             logger.warning("%s: the data set gave not one row to evaluate, so nothing is reported", metric_key_prefix)
         return output
 
+    def measured(self, metrics: dict[str, float]) -> dict[str, float]:
+        """What an evaluation reports, from the means over its rows."""
+        return metrics
+
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         if not self._uses_loss:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         batch = self._without_repeats(self.read(self._prepare_inputs(inputs)), self.args.per_device_eval_batch_size)
-        counts = count(batch)
+        counts = self.count(batch)
         weight = float(getattr(counts, self.eval_weight))
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, metrics = self.loss(model, batch, counts)
@@ -297,12 +310,6 @@ def _refuse_foreign_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.
             "was loaded by its name, or got its adapter, only after the optimizer was made. Pass "
             'optimizer_cls_and_kwargs=(torch.optim.AdamW, {"lr": 1e-4}) instead, or the finished model.'
         )
-
-
-def count(batch: Batch) -> StepCounts:
-    """What one micro-batch trains on."""
-    mask = batch["completion_mask"]
-    return StepCounts(int(mask.sum()), int(mask.any(-1).sum()))
 
 
 def _use_cache_of(model: Any) -> bool | None:

@@ -142,6 +142,29 @@ def data(args: Any) -> None:
         no_effect(args, {"length_column_name": "length"}, "rows whose preparation measures their lengths itself")
 
 
+def preference_data(args: Any) -> None:
+    """Lengths, truncation and layout: the options of `PreferenceArguments`."""
+    one_of("truncation_mode", args.truncation_mode, ("keep_start", "keep_end"))
+    one_of("overlong", args.overlong, ("truncate", "drop", "error"))
+    one_of("layout", args.layout, ("auto", "packed", "padded"))
+    for name in ("max_length", "max_prompt_length", "max_completion_length", "dataset_num_proc"):
+        at_least(name, getattr(args, name), 1)
+    if args.max_length is None and args.overlong != "truncate":
+        raise ValueError(
+            f"overlong={args.overlong!r} has no effect with max_length=None, as no row is too long; set max_length."
+        )
+    if args.truncation_mode == "keep_end" and (args.overlong != "truncate" or args.max_length is None):
+        raise ValueError(
+            f'truncation_mode="keep_end" has no effect with overlong={args.overlong!r} and max_length='
+            f"{args.max_length}, which truncate nothing; remove it."
+        )
+    if args.padding_free and args.layout == "padded":
+        raise ValueError(
+            'padding_free=True and layout="padded" contradict each other; remove one (layout="auto" pads only where '
+            "the model needs it)."
+        )
+
+
 def no_effect(args: Any, neutral: dict[str, Any], cause: str) -> None:
     """Refuse fields of `args` that aren't `neutral` though nothing reads them because of `cause`."""
     for name, value in neutral.items():

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from datasets import Dataset
 from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
@@ -12,25 +11,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from strop.callbacks.sync_ref import SyncRefModelCallback
 from strop.compat import accepts_old_names
 from strop.data.collate import Batch
-from strop.data.pairs import COLUMNS, PairCollator, prepare_pairs
 from strop.losses.preference import PREFERENCE_LOSSES, Pairs
-from strop.losses.reduce import StepCounts, masked_sum
-from strop.models.arguments import ModelInitArguments
+from strop.losses.reduce import masked_sum
 from strop.models.load import load_model
 from strop.models.logps import logps
 from strop.models.reference import FrozenModel, reference_for
 
 from . import checks
-from .base import BaseTrainer
-from .config import BaseConfig, config_for
 from .layout import settle_layout
 from .meter import Metrics
-from .setup import check_datasets, ready_model, ready_tokenizer, show_logs
+from .preference import Parts, PreferenceConfig, PreferenceTrainer, Rows, means_of
 
 
 @accepts_old_names
 @dataclass
-class DPOConfig(ModelInitArguments, BaseConfig):
+class DPOConfig(PreferenceConfig):
     """Settings of direct preference optimisation."""
 
     learning_rate: float = 1e-6
@@ -45,12 +40,6 @@ class DPOConfig(ModelInitArguments, BaseConfig):
     label_smoothing: float = 0.0
     """Chance that a preference label is flipped, in [0, 0.5); only with loss_type="sigmoid"."""
 
-    max_length: int | None = 1024
-    """Longest prompt with completion in tokens; completions are cut. None for no limit."""
-
-    layout: str = "auto"
-    """"packed" holds a pair's prompt once, "padded" twice; "auto" packs wherever the model allows it."""
-
     sync_ref_model: bool = False
     """Let the reference follow the policy (TR-DPO, arXiv:2404.09656)."""
 
@@ -60,26 +49,14 @@ class DPOConfig(ModelInitArguments, BaseConfig):
     ref_model_mixup_alpha: float = 0.6
     """Share of the policy in the updated reference, in (0, 1]."""
 
-    chat_template_path: str | None = None
-    """A .jinja file with a chat template, or a model or folder whose tokenizer's template to adopt."""
-
     def __post_init__(self):
         checks.one_of("loss_type", self.loss_type, PREFERENCE_LOSSES)
-        checks.one_of("layout", self.layout, ("auto", "packed", "padded"))
         checks.within("label_smoothing", self.label_smoothing, 0, 0.5)
-        checks.at_least("max_length", self.max_length, 1)
         checks.at_least("ref_model_sync_steps", self.ref_model_sync_steps, 1)
-        checks.step_counts(self)
-        self.model_init_kwargs = checks.mapping("model_init_kwargs", self.model_init_kwargs)
         if not 0 < self.ref_model_mixup_alpha <= 1:
             raise ValueError(
                 f"ref_model_mixup_alpha={self.ref_model_mixup_alpha} is out of range; a share is in (0, 1]."
             )
-        for name in ("router_aux_loss_coef", "label_smoothing_factor", "neftune_noise_alpha"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} would have no effect: this loss doesn't use it. Remove it."
-                )
         if self.label_smoothing and self.loss_type != "sigmoid":
             raise ValueError(
                 f"label_smoothing={self.label_smoothing} would have no effect with loss_type={self.loss_type!r}; use "
@@ -91,7 +68,7 @@ class DPOConfig(ModelInitArguments, BaseConfig):
 
 
 @accepts_old_names
-class DPOTrainer(BaseTrainer):
+class DPOTrainer(PreferenceTrainer):
     """Trains a policy on pairs of a preferred and a dispreferred completion, relative to a reference policy.
 
     Rows have `prompt`, `chosen` and `rejected`, as texts or lists of messages; the prompt may be part of both sides
@@ -99,7 +76,8 @@ class DPOTrainer(BaseTrainer):
     (beta log pi/ref), `rewards/margins`, `rewards/accuracies` (ties count half), `logps/chosen`, `logps/rejected`.
     """
 
-    eval_weight = "sequences"
+    config_class = DPOConfig
+    method = "DPO"
 
     def __init__(
         self,
@@ -107,8 +85,8 @@ class DPOTrainer(BaseTrainer):
         ref_model: str | PreTrainedModel | None = None,
         args: DPOConfig | TrainingArguments | None = None,
         data_collator: Callable[[list[dict]], Batch] | None = None,
-        train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        train_dataset: Rows | None = None,
+        eval_dataset: Rows | dict[str, Rows] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         compute_metrics: Callable | None = None,
         callbacks: list | None = None,
@@ -116,30 +94,22 @@ class DPOTrainer(BaseTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
     ):
-        args = config_for(DPOConfig, args, model, "DPO")
         if compute_metrics is not None:
             raise ValueError("compute_metrics would get no predictions: pairs are scored, not predicted. Remove it.")
-        show_logs(args)
-        check_datasets(train_dataset, eval_dataset, args)
-        tokenizer = ready_tokenizer(processing_class, model, args)
-        with args.main_process_first(desc="data preparation"):
-            train_dataset = self._prepared(train_dataset, tokenizer, args, "train")
-            eval_dataset = self._prepared(eval_dataset, tokenizer, args, "eval")
-        model = ready_model(model, args, tokenizer, quantization_config, peft_config)
-        layout = settle_layout(model, args.layout)
         super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator or PairCollator(tokenizer.pad_token_id, layout),
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=tokenizer,
-            compute_metrics=compute_metrics,
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
             callbacks=callbacks,
             optimizers=optimizers,
         )
         self.reference = self._settled_reference(ref_model)
-        self.pair_loss = PREFERENCE_LOSSES[args.loss_type]
+        self.pair_loss = PREFERENCE_LOSSES[self.args.loss_type]
 
     def _settled_reference(self, ref_model: str | Module | None):
         if isinstance(ref_model, str):
@@ -157,25 +127,7 @@ class DPOTrainer(BaseTrainer):
             self.add_callback(SyncRefModelCallback(reference.model))
         return reference
 
-    def _prepared(self, rows, tokenizer, args: DPOConfig, name: str):
-        if rows is None:
-            return None
-        if isinstance(rows, dict):
-            return {key: self._prepared(part, tokenizer, args, f"{name}_{key}") for key, part in rows.items()}
-        if not isinstance(rows, Dataset):
-            raise ValueError(f"the {name} data set is a {type(rows).__name__}; pairs come as a datasets.Dataset so far")
-        return prepare_pairs(rows, tokenizer, args.max_length, name)
-
-    def _set_signature_columns_if_needed(self):
-        self._signature_columns = list(COLUMNS)
-
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        """As in transformers, and `eval_dataset` may be raw rows."""
-        if eval_dataset is not None and not isinstance(eval_dataset, str | dict):
-            eval_dataset = self._prepared(eval_dataset, self.processing_class, self.args, metric_key_prefix)
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-
-    def loss(self, model: Module, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:
+    def parts(self, model: Module, batch: Batch) -> tuple[Parts, Metrics]:
         mask = batch["completion_mask"]
         policy = masked_sum(logps(model, batch).logps, mask, -1)
         log_ratio = policy - masked_sum(self.reference.logps(batch), mask, -1)
@@ -185,7 +137,7 @@ class DPOTrainer(BaseTrainer):
         pairs = Pairs(log_ratio[0::2], log_ratio[1::2], lengths[0::2], lengths[1::2])
         smoothing = {"smoothing": self.args.label_smoothing} if self.args.label_smoothing else {}
         losses = self.pair_loss(pairs, self.args.beta, **smoothing)
-        return losses.sum() / max(counts.sequences / 2, 1), self._metrics(pairs, policy)
+        return Parts(sequences=losses.sum()), self._metrics(pairs, policy)
 
     def _metrics(self, pairs: Pairs, policy: Tensor) -> Metrics:
         margin = pairs.margin.detach()
@@ -197,4 +149,4 @@ class DPOTrainer(BaseTrainer):
             "logps/chosen": policy[0::2],
             "logps/rejected": policy[1::2],
         }
-        return {name: (value.detach().sum(), len(margin)) for name, value in values.items()}
+        return means_of(values, len(margin))

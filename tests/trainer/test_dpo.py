@@ -150,7 +150,6 @@ def test_pairs_that_only_fill_up_leave_no_trace(tiny_llama, bpe_tokenizer, tmp_p
 
 @pytest.mark.parametrize(
     "options",
-    [{"router_aux_loss_coef": 0.1}, {"label_smoothing_factor": 0.1}, {"neftune_noise_alpha": 5.0}],
     ids=str,
 )
 def test_options_without_effect_are_refused(tmp_path, options):

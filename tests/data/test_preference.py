@@ -3,12 +3,13 @@
 import pytest
 from datasets import Dataset
 
+from strop.data.arguments import PreferenceArguments
 from strop.data.collate import Example
-from strop.data.pairs import PairCollator, prepare_pairs
+from strop.data.preference import PreferenceCollator, prepare_preference
 
 
 def prepared(rows, tokenizer, max_length=None):
-    return prepare_pairs(Dataset.from_list(rows), tokenizer, max_length)
+    return prepare_preference(Dataset.from_list(rows), tokenizer, PreferenceArguments(max_length=max_length))[0]
 
 
 def test_prompt_and_sides_rebuild_the_texts(bpe_tokenizer):
@@ -57,7 +58,7 @@ def test_completions_are_cut_and_never_emptied(bpe_tokenizer):
 
 def test_preparing_twice_is_preparing_once(bpe_tokenizer):
     once = prepared([{"prompt": "a", "chosen": " b", "rejected": " c"}], bpe_tokenizer)
-    assert prepare_pairs(once, bpe_tokenizer, 1) is once
+    assert prepare_preference(once, bpe_tokenizer, PreferenceArguments(max_length=1))[0] is once
 
 
 def test_missing_sides_are_named(bpe_tokenizer):
@@ -66,7 +67,7 @@ def test_missing_sides_are_named(bpe_tokenizer):
 
 
 def test_a_packed_pair_holds_its_prompt_once():
-    batch = PairCollator(0)([{"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [5]}])
+    batch = PreferenceCollator(0)([{"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [5]}])
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5]]
     assert batch["targets"].tolist() == [[3, 4], [5, 0]]
     assert batch["predictors"].tolist() == [[1, 2], [1, 0]]

@@ -1,32 +1,59 @@
-"""Preference pairs: rows with two completions of one prompt, to tokens and to batches that hold the prompt once."""
+"""Completions of one prompt, compared or labelled: rows to tokens, and to batches that hold the prompt once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from datasets import Dataset
+import torch
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from strop.data.collate import IGNORE, Batch, Example, TokenRow, collate
 from strop.data.formats import detect
+from strop.data.prepare import AnyRows
 from strop.data.recipe import Recipe, RowMaker
+from strop.data.report import PreparationReport
 from strop.models.segments import Layout
 
-SIDES = ("chosen", "rejected")
-COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+
+@dataclass(frozen=True)
+class PreferenceFormat:
+    """What a row holds besides its prompt."""
+
+    sides: tuple[str, ...]
+    """Columns with a completion each; tokenised, they are called <side>_ids."""
+    extras: tuple[str, ...] = ()
+    """Columns with a number a row, which reach the batch as tensors (E,), e.g. label; absent ones are left out."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("prompt_ids", *(f"{side}_ids" for side in self.sides))
 
 
-def prepare_pairs(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None, name: str = "train"
-) -> Dataset:
-    """`dataset` as columns prompt_ids, chosen_ids and rejected_ids; one that has them comes back as it is.
+PAIRS = PreferenceFormat(("chosen", "rejected"))
+PAIRS_WITH_MARGIN = PreferenceFormat(("chosen", "rejected"), ("margin",))
+TRIPLES = PreferenceFormat(("chosen", "rejected", "reference"))
+LABELLED = PreferenceFormat(("completion",), ("label",))
 
-    Rows have `prompt`, `chosen` and `rejected` as texts or lists of messages, or only the latter two, which then begin
-    alike. Completions are cut at `max_length` tokens with their prompt. Raises ValueError for other rows, and where a
-    side of a pair is left without a token.
+SIDES, COLUMNS = PAIRS.sides, PAIRS.columns
+
+
+def prepare_preference(
+    dataset: AnyRows,
+    tokenizer: PreTrainedTokenizerBase,
+    args: Any,
+    wanted: PreferenceFormat = PAIRS,
+    name: str = "train",
+) -> tuple[Dataset | IterableDataset, PreparationReport]:
+    """`dataset` as the columns of `wanted`, and what was done to it; one that has them comes back as it is.
+
+    `args` has the fields of PreferenceArguments. Rows have `prompt` and the sides as texts or lists of messages, or
+    only the sides, which then begin alike. Raises ValueError for other rows.
     """
+    report = PreparationReport(name)
+    max_length = args.max_length
     if set(COLUMNS) <= set(dataset.column_names):
-        return dataset
+        return dataset, report
     if not set(SIDES) <= set(dataset.column_names):
         raise ValueError(
             f"the {name} data set has the columns {dataset.column_names}, but pairs need 'chosen' and 'rejected'"
@@ -39,9 +66,10 @@ def prepare_pairs(
         pairs = [_pair(*both, max_length, index, name) for index, *both in zip(indices, *sides, strict=True)]
         return {column: [pair[i] for pair in pairs] for i, column in enumerate(COLUMNS)}
 
-    return dataset.map(
+    prepared = dataset.map(
         tokenise, batched=True, with_indices=True, remove_columns=dataset.column_names, desc=f"Preparing {name}"
     )
+    return prepared, report
 
 
 def _with_prompt(row: dict[str, Any]) -> dict[str, Any]:
@@ -86,20 +114,34 @@ def _pair(chosen: tuple, rejected: tuple, max_length: int | None, index: int, na
 
 
 @dataclass
-class PairCollator:
-    """Examples {prompt_ids, chosen_ids, rejected_ids} to a batch whose rows are chosen, rejected, chosen, rejected,
-    ..."""
+class PreferenceCollator:
+    """Examples of a format to a batch with one row a side: chosen, rejected, chosen, rejected, ...
+
+    The prompt is the parent of its sides. `ref_<side>_logps`, one number a token, become the stream ref_logps.
+    """
 
     pad_token_id: int
     layout: Layout = "packed"
+    wanted: PreferenceFormat = PAIRS
     multiple_of: int = 1
 
-    def __call__(self, examples: list[dict[str, list[int]]]) -> Batch:
+    def __call__(self, examples: list[dict[str, Any]]) -> Batch:
         rows: list[TokenRow] = []
         for example in examples:
             prompt = len(rows) if example["prompt_ids"] else -1
             if example["prompt_ids"]:
                 rows.append(TokenRow(example["prompt_ids"], None))
-            rows += [TokenRow(example[f"{side}_ids"], example[f"{side}_ids"], parent=prompt) for side in SIDES]
-        sizes = [Example(2, sum(len(example[column]) for column in COLUMNS)) for example in examples]
-        return collate(rows, self.layout, self.pad_token_id, self.multiple_of) | {"examples": sizes}
+            for side in self.wanted.sides:
+                ids, logps = example[f"{side}_ids"], example.get(f"ref_{side}_logps")
+                rows.append(TokenRow(ids, ids, prompt, {} if logps is None else {"ref_logps": logps}))
+        sizes = [
+            Example(len(self.wanted.sides), sum(len(example[column]) for column in self.wanted.columns))
+            for example in examples
+        ]
+        batch = collate(rows, self.layout, self.pad_token_id, self.multiple_of)
+        extras = {
+            name: torch.tensor([example[name] for example in examples])
+            for name in self.wanted.extras
+            if examples[0].get(name) is not None
+        }
+        return batch | extras | {"examples": sizes}

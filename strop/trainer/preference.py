@@ -1,0 +1,190 @@
+"""What trainers on completions of one prompt share: rows, model, layout, a loss of parts with units of their own."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor
+from torch.nn import Module
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+from strop.data.arguments import PreferenceArguments
+from strop.data.collate import Batch
+from strop.data.preference import PAIRS, PreferenceCollator, PreferenceFormat, prepare_preference
+from strop.data.report import PreparationReport
+from strop.losses.reduce import StepCounts
+from strop.models.arguments import ModelInitArguments
+
+from . import checks
+from .base import BaseTrainer
+from .config import BaseConfig, config_for
+from .layout import settle_layout
+from .meter import Metrics
+from .setup import check_datasets, check_lengths, ready_model, ready_tokenizer, router_aux_loss_coef, show_logs
+
+Rows = Dataset | IterableDataset | torch.utils.data.Dataset
+
+
+@dataclass
+class PreferenceConfig(PreferenceArguments, ModelInitArguments, BaseConfig):
+    """Settings that every trainer on completions of one prompt has."""
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*BaseConfig._VALID_DICT_FIELDS, "model_init_kwargs"]
+
+    def __post_init__(self):
+        self.pad_to_multiple_of = checks.multiple(self.pad_to_multiple_of)
+        self.model_init_kwargs = checks.mapping("model_init_kwargs", self.model_init_kwargs)
+        checks.preference_data(self)
+        checks.step_counts(self)
+        checks.no_effect(
+            self,
+            {"label_smoothing_factor": 0.0, "neftune_noise_alpha": None},
+            "a loss on whole completions, which doesn't use it",
+        )
+        checks.offloading(self.activation_offloading, self.device_type)
+        super().__post_init__()
+
+
+class Parts(NamedTuple):
+    """A micro-batch's loss before anything is divided: one sum for each unit it is a mean over, ()."""
+
+    sequences: Tensor | float = 0.0
+    """Over examples: pairs, triples, labelled rows, groups."""
+    tokens: Tensor | float = 0.0
+    """Over the tokens of a likelihood term, as `nll_side` says."""
+
+    def share(self, counts: StepCounts) -> Tensor:
+        """The micro-batch's share of the step's loss."""
+        return self.sequences / max(counts.sequences, 1) + self.tokens / max(counts.tokens, 1)
+
+
+class PreferenceTrainer(BaseTrainer):
+    """A `BaseTrainer` whose subclasses write `parts`: the loss of a micro-batch as sums, and its metrics.
+
+    Rows come as `wanted` says, raw or prepared, in training, `evaluate` and `predict` alike.
+    """
+
+    config_class: ClassVar[type[PreferenceConfig]]
+    method: ClassVar[str]
+    """Its name, in the default output folder's."""
+    wanted: ClassVar[PreferenceFormat] = PAIRS
+    nll_side: ClassVar[int] = 0
+    """Which of the sides a likelihood term reads."""
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        args: PreferenceConfig | TrainingArguments | None,
+        data_collator: Callable[[list[dict]], Batch] | None,
+        train_dataset: Rows | None,
+        eval_dataset: Rows | dict[str, Rows] | None,
+        processing_class: PreTrainedTokenizerBase | None,
+        *,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        **options: Any,
+    ):
+        args = config_for(self.config_class, args, model, self.method)
+        show_logs(args)
+        check_datasets(train_dataset, eval_dataset, args)
+        tokenizer = ready_tokenizer(processing_class, model, args)
+        self.preparation_reports: dict[str, PreparationReport] = {}
+        with args.main_process_first(desc="data preparation"):
+            train_dataset = self.prepared(train_dataset, "train", tokenizer, args)
+            eval_dataset = self.prepared(eval_dataset, "eval", tokenizer, args)
+        model = self.ready_model(model, args, tokenizer, quantization_config, peft_config)
+        for report in self.preparation_reports.values():
+            check_lengths(model, report, args.max_length)
+        if args.disable_dropout:
+            disable_dropout(model)
+        layout = settle_layout(model, args.layout, args.padding_free)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator or self.collator(tokenizer, layout, args),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            preparation_reports=self.preparation_reports,
+            **options,
+        )
+        self.aux_loss_coef = router_aux_loss_coef(model, args)
+
+    def ready_model(self, model, args, tokenizer, quantization_config, peft_config) -> Module:
+        return ready_model(model, args, tokenizer, quantization_config, peft_config)
+
+    def collator(self, tokenizer, layout, args) -> Callable[[list[dict]], Batch]:
+        return PreferenceCollator(tokenizer.pad_token_id, layout, self.wanted, args.pad_to_multiple_of or 1)
+
+    def prepared(self, rows: Any, name: str, tokenizer: PreTrainedTokenizerBase, args: PreferenceConfig) -> Any:
+        """`rows`, a data set or a dictionary of them, as tokens. Prepared rows come back as they are."""
+        if rows is None:
+            return None
+        if isinstance(rows, dict):
+            return {key: self.prepared(part, f"{name}_{key}", tokenizer, args) for key, part in rows.items()}
+        rows, self.preparation_reports[name] = prepare_preference(rows, tokenizer, args, self.wanted, name)
+        return rows
+
+    def _set_signature_columns_if_needed(self):
+        if self._signature_columns is None:
+            logps = [f"ref_{side}_logps" for side in self.wanted.sides]
+            self._signature_columns = [*self.wanted.columns, *self.wanted.extras, *logps]
+
+    # Loss
+
+    def parts(self, model: Module, batch: Batch) -> tuple[Parts, Metrics]:
+        """The micro-batch's loss as sums over examples and over tokens, and metrics as (sum, weight)."""
+        raise TypeError(f"{type(self).__name__} must define `parts`")
+
+    def loss(self, model: Module, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:
+        parts, metrics = self.parts(model, batch)
+        return parts.share(counts), metrics
+
+    def count(self, batch: Batch) -> StepCounts:
+        mask = batch["completion_mask"]
+        num_sides = len(self.wanted.sides)
+        return StepCounts(int(mask[self.nll_side :: num_sides].sum()), int(mask[::num_sides].any(-1).sum()))
+
+    # Evaluation
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """As in training, but the parts of the loss are added up over the whole set before they are divided."""
+        batch = self._without_repeats(self.read(self._prepare_inputs(inputs)), self.args.per_device_eval_batch_size)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            parts, metrics = self.parts(model, batch)
+            predictions = (None, None) if prediction_loss_only else self.predictions(model, batch)
+        counts = self.count(batch)
+        sums = {f"loss/{unit}": (getattr(parts, unit), float(getattr(counts, unit))) for unit in Parts._fields}
+        self.eval_sums.add({**sums, **metrics})
+        loss = parts.share(counts) if "loss" in self.args.include_for_metrics else None
+        return loss, *predictions
+
+    def measured(self, metrics: dict[str, float]) -> dict[str, float]:
+        parts = [f"loss/{unit}" for unit in Parts._fields]
+        rest = {name: value for name, value in metrics.items() if name not in parts}
+        return {"loss": sum(metrics.get(name, 0.0) for name in parts), **rest} if metrics else {}
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
+        """As in transformers, and `eval_dataset` may be raw rows, or a dictionary of data sets."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str | dict):
+            eval_dataset = self.prepared(eval_dataset, metric_key_prefix, self.processing_class, self.args)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(self, test_dataset, ignore_keys=None, metric_key_prefix="test"):
+        """As in transformers, and `test_dataset` may be raw rows."""
+        test_dataset = self.prepared(test_dataset, metric_key_prefix, self.processing_class, self.args)
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+
+def disable_dropout(model: Module) -> None:
+    """Switch off every dropout layer of `model`; the rates in its config stay as they are."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+
+def means_of(values: Mapping[str, Tensor], count: int) -> Metrics:
+    """Metrics whose values, (n,) each, are averaged over `count` examples."""
+    return {name: (value.detach().sum(), count) for name, value in values.items()}
