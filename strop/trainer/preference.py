@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from strop.data.report import PreparationReport
 from strop.losses.reduce import StepCounts
 from strop.models.arguments import ModelInitArguments
 
-from . import checks
+from . import checks, whole_step
 from .base import BaseTrainer
 from .config import BaseConfig, config_for
 from .layout import settle_layout
@@ -72,6 +73,9 @@ class PreferenceTrainer(BaseTrainer):
     wanted: ClassVar[PreferenceFormat] = PAIRS
     nll_side: ClassVar[int] = 0
     """Which of the sides a likelihood term reads."""
+    needs_whole_step = False
+    """Whether a row's loss depends on other rows: `parts` then adds up `row_losses` by `whole_step.total`, in training
+    over the rows of the optimizer step, in evaluation over the whole set. May be a property."""
 
     def __init__(
         self,
@@ -142,6 +146,21 @@ class PreferenceTrainer(BaseTrainer):
         parts, metrics = self.parts(model, batch)
         return parts.share(counts), metrics
 
+    def row_losses(self, scores: Any) -> Tensor:
+        """The loss of each row, (n,), from scores of all the rows that it depends on; where `needs_whole_step`."""
+        raise TypeError(f"{type(self).__name__} must define `row_losses`")
+
+    def look_ahead(self, batches: list[Batch]) -> None:
+        num_processes = self.accelerator.num_processes
+        if not self.needs_whole_step or (len(batches) == 1 and num_processes == 1):
+            return
+        self.model_wrapped.train()
+        if callable(getattr(self.optimizer, "train", None)):  # schedule-free ones hold other weights in evaluation
+            self.optimizer.train()
+        with torch.no_grad(), self.compute_loss_context_manager():
+            run = partial(self.parts, self.model_wrapped)
+            whole_step.look_ahead(batches, run, num_processes, self.accelerator.process_index)
+
     def count(self, batch: Batch) -> StepCounts:
         mask = batch["completion_mask"]
         num_sides = len(self.wanted.sides)
@@ -149,9 +168,15 @@ class PreferenceTrainer(BaseTrainer):
 
     # Evaluation
 
+    def evaluation_loop(self, *args, **kwargs):
+        self.eval_scores: whole_step.Collected = whole_step.Collected()
+        return super().evaluation_loop(*args, **kwargs)
+
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """As in training, but the parts of the loss are added up over the whole set before they are divided."""
         batch = self._without_repeats(self.read(self._prepare_inputs(inputs)), self.args.per_device_eval_batch_size)
+        if self.needs_whole_step:
+            batch[whole_step.KEY] = self.eval_scores
         with torch.no_grad(), self.compute_loss_context_manager():
             parts, metrics = self.parts(model, batch)
             predictions = (None, None) if prediction_loss_only else self.predictions(model, batch)
@@ -162,6 +187,10 @@ class PreferenceTrainer(BaseTrainer):
         return loss, *predictions
 
     def measured(self, metrics: dict[str, float]) -> dict[str, float]:
+        if self.needs_whole_step:
+            scores, _ = self.eval_scores.gathered(self.accelerator.num_processes)
+            if scores is not None and whole_step.num_rows(scores):
+                metrics = metrics | {"loss/sequences": self.row_losses(scores).mean().item()}
         parts = [f"loss/{unit}" for unit in Parts._fields]
         rest = {name: value for name, value in metrics.items() if name not in parts}
         return {"loss": sum(metrics.get(name, 0.0) for name in parts), **rest} if metrics else {}
