@@ -57,7 +57,7 @@ def sigmoid(pairs: Pairs, beta: float, smoothing: float = 0.0) -> Tensor:
 
 
 def sigmoid_norm(pairs: Pairs, beta: float) -> Tensor:
-    """DPO on per-token averages (arXiv:2411.15124 eq. 6)."""
+    """DPO on per-token averages (arXiv:2411.15124)."""
     return logistic(beta * pairs.mean_margin)
 
 
@@ -92,7 +92,7 @@ def exo_pair(pairs: Pairs, beta: float, smoothing: float = 1e-3) -> Tensor:
 
 
 def nca_pair(pairs: Pairs, beta: float) -> Tensor:
-    """Noise-contrastive alignment (arXiv:2402.05369 eq. 13): keeps the chosen likely, not just likelier."""
+    """Noise-contrastive alignment (arXiv:2402.05369): keeps the chosen likely, not just likelier."""
     chosen, rejected = beta * pairs.chosen, beta * pairs.rejected
     return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
 
@@ -208,7 +208,7 @@ DIVERGENCE_LOSSES = frozenset({"sigmoid", "sigmoid_norm", "robust", "hinge", "ip
 
 
 def wpo_weight(logps: Tensor, log_collision: Tensor, mask: Tensor) -> Tensor:
-    """How much a completion is the policy's own, (B,), without gradient: WPO (arXiv:2406.11827 eq. 5).
+    """How much a completion is the policy's own, (B,), without gradient: WPO (arXiv:2406.11827).
 
     `logps` and `log_collision` (log of the sum of squared probabilities) are (B, T). A pair's loss is multiplied by
     the weights of both sides.

@@ -39,7 +39,7 @@ def log_odds(logp: Tensor) -> Tensor:
 
 
 REFERENCE_FREE_LOSSES: dict[str, Callable[..., Tensor]] = {
-    "sigmoid": sigmoid,  # CPO (arXiv:2401.08417 eq. 3), TPO (arXiv:2405.16681 eq. 9)
+    "sigmoid": sigmoid,  # CPO (arXiv:2401.08417 eq. 3), TPO (arXiv:2405.16681)
     "hinge": hinge,
     "ipo": ipo,
     "simpo": simpo,
@@ -52,7 +52,7 @@ PER_TOKEN_MEAN = frozenset({"ipo", "simpo", "orpo", "tpo-l"})
 
 
 def alphapo_reward(logps: Tensor, alpha: float) -> Tensor:
-    """AlphaPO's reward (1 - p^-alpha) / alpha from log p (arXiv:2501.03884 eq. 6); alpha 0 gives log p."""
+    """AlphaPO's reward (1 - p^-alpha) / alpha from log p (arXiv:2501.03884); alpha 0 gives log p."""
     return box_cox(logps, -alpha)
 
 

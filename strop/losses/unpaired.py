@@ -16,7 +16,7 @@ def _signed(value: Tensor, desirable: Tensor) -> Tensor:
 
 
 def kto(log_ratio: Tensor, desirable: Tensor, baseline: Tensor, beta: float) -> Tensor:
-    """Kahneman-Tversky optimisation (arXiv:2402.01306 eq. 8), around `kto_baseline`."""
+    """Kahneman-Tversky optimisation (arXiv:2402.01306), around `kto_baseline`."""
     return (-beta * _signed(log_ratio - baseline.detach(), desirable)).sigmoid()
 
 
@@ -26,7 +26,7 @@ def apo_zero_unpaired(log_ratio: Tensor, desirable: Tensor, baseline: Tensor, be
 
 
 def bco(log_ratio: Tensor, desirable: Tensor, baseline: Tensor, beta: float) -> Tensor:
-    """Binary classifier optimisation (arXiv:2404.04656 eq. 10), around the running mean of all log ratios."""
+    """Binary classifier optimisation (arXiv:2404.04656), around the running mean of all log ratios."""
     return -logsigmoid(beta * _signed(log_ratio - baseline.detach(), desirable))
 
 
@@ -34,7 +34,7 @@ UNPAIRED_LOSSES: dict[str, Callable[..., Tensor]] = {f.__name__: f for f in (kto
 
 
 def kto_baseline(total: Tensor, count: int) -> Tensor:
-    """KTO's estimate of KL(pi || ref) in nats, (), at least 0, without gradient (arXiv:2402.01306 sec. 4.1).
+    """KTO's estimate of KL(pi || ref) in nats, (), at least 0, without gradient (arXiv:2402.01306).
 
     `total` is the sum of log pi/ref over `count` completions, each scored under another row's prompt.
     """
@@ -46,13 +46,13 @@ def running_mean(mean: float, count: int, new_sum: float, new_count: int) -> flo
     return mean + (new_sum - mean * new_count) / max(count + new_count, 1)
 
 
-def class_weights(desirable: Tensor, desirable_weight: float, undesirable_weight: float) -> Tensor:
-    """The weight of each row by its label, (B,)."""
-    return torch.where(desirable, desirable_weight, undesirable_weight)
+def weighted(losses: Tensor, desirable: Tensor, desirable_weight: float, undesirable_weight: float) -> Tensor:
+    """`losses` times the weight of each row's class, (B,)."""
+    return losses * torch.where(desirable, losses.new_tensor(desirable_weight), losses.new_tensor(undesirable_weight))
 
 
 def density_ratio(probability: Tensor, low: float = 0.5, high: float = 10.0) -> Tensor:
-    """p / (1 - p) within [low, high], (B,): the weight of an undesirable row (arXiv:2404.04656 sec. 4.3).
+    """p / (1 - p) within [low, high], (B,): the weight of an undesirable row (arXiv:2404.04656).
 
     `probability` (B,) is that of the row's prompt being one of a desirable row.
     """
