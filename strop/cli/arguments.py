@@ -1,6 +1,7 @@
 """Options of the training commands that belong to no trainer: data, launch, what to print instead of training."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass
@@ -23,14 +24,25 @@ class ScriptArguments:
     """New names of columns, e.g. {"question": "prompt", "answer": "completion"}."""
 
     dataset_as_chat: bool = False
-    """Take plain prompts and completions for what a user asks and an assistant answers, so that the model's chat
-    template renders them."""
+    """Take plain prompts and completions (or pairs of them) for what a user asks and an assistant answers, so that the
+    model's chat template renders them."""
 
     dataset_streaming: bool = False
     """Read rows while training instead of preparing them all before; needs max_steps."""
 
     ignore_bias_buffers: bool = False
     """Leave buffers of type bool out of the exchange between processes, which some models need."""
+
+
+@dataclass
+class ReferenceArguments:
+    """The policy that training is compared with."""
+
+    ref_model_name_or_path: str | None = None
+    """Model to take for the reference: a hub id or a folder. Not set, it is the model as it is before training."""
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        return {"ref_model": self.ref_model_name_or_path}
 
 
 @dataclass

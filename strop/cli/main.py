@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from strop import __version__
 from strop.compat import suggestion
 
-TRAINING = {"sft": "fine-tune a model on texts, conversations or prompts with completions"}
+TRAINING = {
+    "sft": "fine-tune a model on texts, conversations or prompts with completions",
+    "dpo": "direct preference optimisation on pairs of a better and a worse completion",
+}
 COMMANDS = {
     "quickstart": (
         "strop.cli.quickstart:main",

@@ -10,7 +10,7 @@ from typing import Any
 
 from strop.cli import launch
 from strop.cli.args import Options, dump
-from strop.cli.arguments import CommandArguments, LaunchArguments, ScriptArguments
+from strop.cli.arguments import CommandArguments, LaunchArguments, ReferenceArguments, ScriptArguments
 from strop.cli.yaml_config import Setting, apply_environment, read_config
 
 ALIASES = {"model": "model_name_or_path", "data": "dataset_name", "dataset": "dataset_name"}
@@ -24,15 +24,18 @@ class Method:
     config: str
     suffix: str
     module: str
+    more: tuple[type, ...] = ()
+    """Options of its own. Each class has `trainer_arguments()`: what they are to the trainer's constructor."""
+
+
+def _method(name: str, suffix: str, place: str, *more: type) -> Method:
+    """The command `name` of <suffix>Trainer and <suffix>Config, which are in the module `place`."""
+    return Method(f"{place}:{suffix}Trainer", f"{place}:{suffix}Config", suffix, f"strop.scripts.{name}", more)
 
 
 METHODS = {
-    "sft": Method(
-        trainer="strop.trainer.sft:SFTTrainer",
-        config="strop.trainer.config:SFTConfig",
-        suffix="SFT",
-        module="strop.scripts.sft",
-    ),
+    "sft": Method("strop.trainer.sft:SFTTrainer", "strop.trainer.config:SFTConfig", "SFT", "strop.scripts.sft"),
+    "dpo": _method("dpo", "DPO", "strop.trainer.dpo", ReferenceArguments),
 }
 
 
@@ -80,8 +83,9 @@ def run(prog: str, method: Method, argv: list[str]) -> int:
         words = launch.launch_words(method.module, wanted, words, "use_cpu" in settings and settings["use_cpu"].value)
         return show_launch(words) if what.dry_run else launch.start(words)
     instances = options.build(settings)[2:]
+    _, _, model_args, *_, args = instances
     if "output_dir" not in settings:
-        instances[-1].output_dir = output_dir(instances[-2].model_name_or_path or "model", method.suffix)
+        args.output_dir = output_dir(model_args.model_name_or_path or "model", method.suffix)
     if what.dump_config:
         print(dump(instances, settings))
         return 0
@@ -104,8 +108,9 @@ def show_launch(words: list[str]) -> int:
     return 0
 
 
-def check(settings: Mapping[str, Setting], script: Any, mixture: Any, model_args: Any, args: Any) -> None:
+def check(settings: Mapping[str, Setting], script: Any, mixture: Any, model_args: Any, *more: Any) -> None:
     """Refuse, before anything is loaded, a command without model or rows, or with rows that nobody reads."""
+    args = more[-1]
     if not model_args.model_name_or_path:
         raise ValueError("there is no model to train; name one with --model_name_or_path (a hub id or a folder).")
     if mixture.datasets and script.dataset_name:
@@ -142,7 +147,7 @@ def all_options(prog: str, method: Method) -> Options:
 
     classes = [CommandArguments, LaunchArguments, ScriptArguments, DatasetMixtureConfig, ModelConfig]
     usage = f"{prog} --model_name_or_path MODEL --dataset_name DATA [--config FILE] [options]"
-    return Options(prog, [*classes, imported(method.config)], usage, ALIASES)
+    return Options(prog, [*classes, *method.more, imported(method.config)], usage, ALIASES)
 
 
 def imported(path: str) -> Any:
@@ -163,8 +168,9 @@ def without_launch(words: list[str]) -> list[str]:
     return Options("strop", [LaunchArguments]).split(words)[1]
 
 
-def describe(prog: str, script: Any, mixture: Any, model_args: Any, args: Any) -> int:
+def describe(prog: str, script: Any, mixture: Any, model_args: Any, *more: Any) -> int:
     """Print what would be trained on what."""
+    args = more[-1]
     data = [dataset.path for dataset in mixture.datasets] or script.dataset_name
     adapter = f"LoRA adapter of rank {model_args.lora_r}" if model_args.use_peft else "all weights"
     print(f"{prog} would train {adapter} of {model_args.model_name_or_path} on {data} in this process,")
@@ -172,10 +178,11 @@ def describe(prog: str, script: Any, mixture: Any, model_args: Any, args: Any) -
     return 0
 
 
-def train(method: Method, script: Any, mixture: Any, model_args: Any, args: Any) -> int:
+def train(method: Method, script: Any, mixture: Any, model_args: Any, *more: Any) -> int:
     """Train, save, and say where."""
     from strop.models.model_config import get_peft_config, get_quantization_config, init_kwargs
 
+    *own, args = more
     show_logs()
     train_dataset, eval_dataset = rows(script, mixture, evaluates(args))
     args.model_init_kwargs = init_kwargs(model_args, args.model_init_kwargs)
@@ -186,6 +193,7 @@ def train(method: Method, script: Any, mixture: Any, model_args: Any, args: Any)
         eval_dataset=eval_dataset,
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
+        **{name: value for part in own for name, value in part.trainer_arguments().items()},
     )
     if script.ignore_bias_buffers:
         ignore_bool_buffers(trainer.model)

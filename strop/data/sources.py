@@ -91,22 +91,23 @@ def renamed(rows: Rows, columns: Mapping[str, str], name: str) -> Rows:
 
 
 def as_conversations(rows: Rows, name: str) -> Rows:
-    """Plain prompts and completions as one message of the user and one of the assistant, for a template to render."""
+    """Plain prompts as one message of the user, completions of any kind as one of the assistant, for a template."""
     there = column_names(rows)
-    if not {"prompt", "completion"} <= set(there):
+    said = ("chosen", "rejected", "reference") if "chosen" in there else ("completion",)
+    completions = [column for column in said if column in there]
+    if "prompt" not in there or not completions:
         raise ValueError(
-            f"the columns of {name} are {', '.join(there)}; a conversation is made of 'prompt' and 'completion'. "
-            'Rename yours first, e.g. --dataset_columns \'{"question": "prompt", "answer": "completion"}\'.'
+            f"the columns of {name} are {', '.join(there)}; a conversation is made of 'prompt' and 'completion' (or "
+            "'chosen' and 'rejected'). Rename yours first, e.g. --dataset_columns "
+            '\'{"question": "prompt", "answer": "completion"}\'.'
         )
+    roles = {"prompt": "user", **dict.fromkeys(completions, "assistant")}
 
     def converse(row: dict[str, Any]) -> dict[str, Any]:
-        for column in ("prompt", "completion"):
+        for column in roles:
             if not isinstance(row[column], str):
                 raise ValueError(f"column {column!r} of {name} holds {type(row[column]).__name__}, not text to wrap.")
-        return {
-            "prompt": [{"role": "user", "content": row["prompt"]}],
-            "completion": [{"role": "assistant", "content": row["completion"]}],
-        }
+        return {column: [{"role": role, "content": row[column]}] for column, role in roles.items()}
 
     return rows.map(converse)
 

@@ -174,3 +174,13 @@ def test_column_mistakes_are_named():
         ValueError, match="the columns of answers are question, answer, level; a conversation is made of"
     ):
         as_conversations(rows, "answers")
+
+
+def test_plain_pairs_become_conversations():
+    rows = Dataset.from_list([{"prompt": "Is ice hot?", "chosen": "No.", "rejected": "Yes.", "completion": "mine"}])
+    assert as_conversations(rows, "pairs")[0] == {
+        "prompt": [{"role": "user", "content": "Is ice hot?"}],
+        "chosen": [{"role": "assistant", "content": "No."}],
+        "rejected": [{"role": "assistant", "content": "Yes."}],
+        "completion": "mine",
+    }

@@ -1,0 +1,85 @@
+"""`strop dpo` and the other commands on completions of one prompt: rows in the forms they come in, to a saved model."""
+
+import json
+import shlex
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from strop.cli import train
+
+QUIET = "--use_cpu --report_to none --logging_steps 1 --max_steps 1 --per_device_train_batch_size 2"
+PAIRS = [
+    {"prompt": "What is water ?", "chosen": " It is cold .", "rejected": " Hot hot ."},
+    {"prompt": "Is the sky blue ?", "chosen": " Yes , it is .", "rejected": " No ."},
+]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory, in a process that nobody launched."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def strop(command, line, capsys):
+    """Exit code and what was printed."""
+    code = train.main(command, shlex.split(line))
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def changed(before, after):
+    """Whether any weight of the causal model in the folder `after` differs from that in `before`."""
+    old, new = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (before, after))
+    return any((old[name] != new[name]).any() for name in old)
+
+
+def logged(folder, name):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+def test_pairs_in_a_file_train_a_policy(here, capsys, tiny_folder):
+    write(here / "pairs.jsonl", PAIRS)
+    line = f"--model {tiny_folder} --data pairs.jsonl --beta 0.5 --output_dir out --learning_rate 1e-2 {QUIET}"
+    code, printed = strop("dpo", line, capsys)
+    assert code == 0, printed
+    assert changed(tiny_folder, "out")
+    assert logged(here / "out", "loss") == [pytest.approx(0.6931, abs=1e-4)]  # policy = reference: ln 2
+
+
+def test_a_reference_by_name_is_the_one_compared_with(here, capsys, tiny_folder, tmp_path):
+    write(here / "pairs.jsonl", PAIRS)
+    line = f"--model {tiny_folder} --data pairs.jsonl --output_dir moved --learning_rate 1e-2 {QUIET}"
+    strop("dpo", line, capsys)
+    line = f"--model {tiny_folder} --ref_model_name_or_path moved --data pairs.jsonl --output_dir out {QUIET}"
+    assert strop("dpo", line, capsys)[0] == 0
+    assert logged(here / "out", "loss") != [pytest.approx(0.6931, abs=1e-4)]
+
+
+def test_a_mixture_of_pairs_under_other_names_as_conversations(here, capsys, tiny_folder):
+    write(here / "a.jsonl", PAIRS)
+    write(here / "b.jsonl", [{"question": "Is it cold ?", "better": " Yes .", "worse": " No ."}] * 2)
+    (here / "run.yaml").write_text(
+        "datasets:\n- path: a.jsonl\n- path: b.jsonl\n  columns: {question: prompt, better: chosen, worse: rejected}\n"
+        "dataset_as_chat: true\nuse_peft: true\nlora_r: 2\ntest_split_size: 2\neval_strategy: steps\n"
+    )
+    code, printed = strop("dpo", f"--config run.yaml --model {tiny_folder} --output_dir out {QUIET}", capsys)
+    assert code == 0, printed
+    assert json.loads((here / "out" / "adapter_config.json").read_text())["r"] == 2
+    assert 0 <= logged(here / "out", "eval_rewards/accuracies")[0] <= 1
+
+
+def test_a_launch_runs_the_module_of_the_method(here, capsys):
+    line = "--model m --data pairs.jsonl --num_processes 2 --use_cpu --dry_run"
+    for name, method in train.METHODS.items():
+        code, printed = strop(name, line, capsys)
+        assert code == 0, printed
+        assert f" -m {method.module} " in printed
