@@ -59,6 +59,7 @@ class Scoring(NamedTuple):
     entropy: bool = False
     top1: bool = False
     mean_logps: bool = False
+    collision: bool = False
     budget: int | None = None
     """Bytes that logits may take at a time; None: `DEFAULT_BUDGET`. A single token's are always allowed."""
 
@@ -73,6 +74,8 @@ class HeadScores(NamedTuple):
     """1 where no other token has a larger logit, nor an earlier one of the vocabulary the same."""
     mean_logps: Tensor | None
     """Averaged over the vocabulary."""
+    log_collision: Tensor | None = None
+    """log sum_v p_v^2."""
 
 
 def tiling(vocab_size: int, dtype: torch.dtype, device: torch.device, budget: int | None = None) -> tuple[int, int]:
@@ -122,10 +125,11 @@ class RowStatistics(NamedTuple):
     entropy: Tensor | None
     is_top1: Tensor | None
     mean_logps: Tensor | None
+    log_collision: Tensor | None
 
     @classmethod
     def empty(cls, num_rows: int, like: Tensor, dtype: torch.dtype, scoring: Scoring) -> "RowStatistics":
-        wanted = (True, True, True, scoring.entropy, scoring.top1, scoring.mean_logps)
+        wanted = (True, True, True, scoring.entropy, scoring.top1, scoring.mean_logps, scoring.collision)
         return cls(*(like.new_empty(num_rows, dtype=dtype) if want else None for want in wanted))  # type: ignore[arg-type]
 
     def at(self, rows: slice) -> "RowStatistics":
@@ -133,7 +137,7 @@ class RowStatistics(NamedTuple):
         return RowStatistics(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
 
     def scores(self) -> HeadScores:
-        return HeadScores(self.logps, self.entropy, self.is_top1, self.mean_logps)
+        return HeadScores(*self[2:])
 
 
 def _exponentiate_(z: Tensor, targets: Tensor, rows: RowStatistics) -> None:
@@ -167,6 +171,9 @@ def _exponentiate_block_(z: Tensor, targets: Tensor, rows: RowStatistics) -> Non
         rows.mean_logps.sub_(log_total)
     if rows.entropy is not None:
         rows.entropy.div_(rows.total).neg_().add_(log_total)
+    if rows.log_collision is not None:
+        torch.linalg.vector_norm(z, dim=-1, out=rows.log_collision)
+        rows.log_collision.log_().sub_(log_total).mul_(2)
 
 
 def _is_first_maximum(z: Tensor, targets: Tensor, is_maximum: Tensor) -> Tensor:
@@ -256,13 +263,12 @@ class _LinearScores(torch.autograd.Function):
         ctx.scoring, ctx.dtype = scoring, products.dtype
         ctx.save_for_backward(hidden, weight, bias, targets, expected, *rows, *kept)
         ctx.set_materialize_grads(False)
-        if rows.is_top1 is not None:
-            ctx.mark_non_differentiable(rows.is_top1)
+        ctx.mark_non_differentiable(*(x for x in (rows.is_top1, rows.log_collision) if x is not None))
         return tuple(rows.scores())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_logps, d_entropy, _, d_mean_logps):
+    def backward(ctx, d_logps, d_entropy, _, d_mean_logps, __):
         hidden, weight, bias, targets, expected, *saved = ctx.saved_tensors
         num_rows = len(RowStatistics._fields)
         tape = _Tape(
@@ -461,13 +467,12 @@ class _LogitScores(torch.autograd.Function):
         ctx.scoring, ctx.dtype = scoring, logits.dtype
         ctx.save_for_backward(z, targets, *rows)
         ctx.set_materialize_grads(False)
-        if rows.is_top1 is not None:
-            ctx.mark_non_differentiable(rows.is_top1)
+        ctx.mark_non_differentiable(*(x for x in (rows.is_top1, rows.log_collision) if x is not None))
         return tuple(rows.scores())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_logps, d_entropy, _, d_mean_logps):
+    def backward(ctx, d_logps, d_entropy, _, d_mean_logps, __):
         e, targets, *rows = ctx.saved_tensors
         given = _ScoreGradients(d_logps, d_entropy, d_mean_logps)
         gradient = _logit_gradient(e, targets, RowStatistics(*rows), given, ctx.scoring.transform)

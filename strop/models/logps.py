@@ -34,6 +34,8 @@ class TokenScores(NamedTuple):
     """1 where the target is the likeliest token; among equals, the first of the vocabulary."""
     mean_logps: Tensor | None = None
     """Log-probability averaged over the vocabulary, for label smoothing."""
+    log_collision: Tensor | None = None
+    """Log of the chance that two tokens drawn there are the same, sum_v p_v^2; without gradient."""
     aux_loss: Tensor | None = None
     """Load-balancing loss of a mixture of experts, (), if the model returns one."""
 
@@ -46,6 +48,7 @@ def logps(
     entropy: bool = False,
     top1: bool = False,
     mean_logps: bool = False,
+    collision: bool = False,
     budget: int | None = None,
 ) -> TokenScores:
     """Scores of `batch["targets"]` under `model`; logps, entropy and mean_logps are differentiable.
@@ -57,7 +60,7 @@ def logps(
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} can't divide logits; use a positive one (near 0: greedy)")
     base = base_model(model)
-    scoring = Scoring(logit_transform(base, temperature), entropy, top1, mean_logps, budget)
+    scoring = Scoring(logit_transform(base, temperature), entropy, top1, mean_logps, collision, budget)
     scorer = _HeadScorer(_output_embedding(base), batch, scoring)
     with scorer.in_place():
         output = forward(model, batch)

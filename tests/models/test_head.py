@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from strop.models.head import HeadScores, LogitTransform, Scoring, score_head, score_linear, score_module, tiling
 
 M, D, V = 11, 6, 13
-ALL = {"entropy": True, "top1": True, "mean_logps": True}
+ALL = {"entropy": True, "top1": True, "mean_logps": True, "collision": True}
 TRANSFORMS = {
     "plain": LogitTransform(),
     "scaled": LogitTransform(scale=0.25),
@@ -24,7 +24,7 @@ BUDGETS = {"whole": None, "half kept": 6 * 2 * V * 8, "none kept": 3 * V * 8, "a
 
 
 def definition(hidden, weight, bias, targets, transform) -> HeadScores:
-    """The four scores, from all logits at once."""
+    """All scores, from all logits at once."""
     z = F.linear(hidden, weight, bias) * transform.scale
     if transform.softcap is not None:
         z = transform.softcap * torch.tanh(z / transform.softcap)
@@ -34,6 +34,7 @@ def definition(hidden, weight, bias, targets, transform) -> HeadScores:
         -(logps.exp() * logps).sum(-1),
         (logps.argmax(-1) == targets).to(logps),
         logps.mean(-1),
+        (2 * logps).logsumexp(-1),
     )
 
 

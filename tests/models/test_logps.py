@@ -106,7 +106,7 @@ def test_a_budget_changes_no_number(budget):
 def test_what_is_not_asked_for_is_none():
     scores = logps(causal_lm("llama"), batch_of())
     assert scores.logps.shape == batch_of()["completion_mask"].shape
-    assert scores[1:] == (None, None, None, None)
+    assert scores[1:] == (None,) * 5
 
 
 def test_one_token_completion_is_minus_log_p_exactly():
