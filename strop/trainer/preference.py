@@ -146,6 +146,12 @@ class PreferenceTrainer(BaseTrainer):
         parts, metrics = self.parts(model, batch)
         return parts.share(counts), metrics
 
+    def balancing(self, aux_loss: Tensor | None, count: int) -> tuple[Tensor | float, Metrics]:
+        """A mixture of experts' load-balancing loss as a sum over `count` examples, and its metric; 0 for others."""
+        if not self.aux_loss_coef or aux_loss is None:
+            return 0.0, {}
+        return self.aux_loss_coef * aux_loss * count, {"aux_loss": (aux_loss.detach() * count, count)}
+
     def row_losses(self, scores: Any) -> Tensor:
         """The loss of each row, (n,), from scores of all the rows that it depends on; where `needs_whole_step`."""
         raise TypeError(f"{type(self).__name__} must define `row_losses`")
