@@ -120,7 +120,7 @@ def apo_down(pairs: Pairs, beta: float) -> Tensor:
 def discopop(pairs: Pairs, beta: float, tau: float = 0.05) -> Tensor:
     """A blend of logistic and exponential that a search found (arXiv:2406.08414 eq. 5).
 
-    Around a margin of 0 it falls with the margin to the left and rises to the right, as published.
+    Around a margin of 0 it rises with the margin, between two falling parts, as published.
     """
     z = beta * pairs.margin
     # The product exp(-z) * sigmoid(z / tau) as one exponential: apart they are inf * 0 far on the left.
