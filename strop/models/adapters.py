@@ -1,6 +1,7 @@
 """Adapters: put one on a model, take up one that is there, say what is trained. The only module to import peft."""
 
 import copy
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ from strop.models.quantize import (
     prepare_quantized,
     quantization_name,
 )
+
+logger = logging.getLogger(__name__)
 
 TASKS = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
 
@@ -136,10 +139,14 @@ def with_task(model: nn.Module, peft_config: Any) -> Any:
     task = next((task for ending, task in TASKS.items() if name.endswith(ending)), "CAUSAL_LM")
     if model.config.is_encoder_decoder and task == "CAUSAL_LM":
         task = "SEQ_2_SEQ_LM"
-    given = peft_config.task_type
-    if given is not None and getattr(given, "value", given) != task:
+    given = getattr(peft_config.task_type, "value", peft_config.task_type)
+    if given == "CAUSAL_LM" and task in TASKS.values():  # what configs for language models say, and `ModelConfig`
+        logger.info(
+            "adapter: task_type=%r is now %r, so that the head of %s is trained and saved too", given, task, name
+        )
+    elif given is not None and given != task:
         raise ValueError(
-            f"peft_config.task_type is {getattr(given, 'value', given)!r}, but the model is a {name}, so peft would "
+            f"peft_config.task_type is {given!r}, but the model is a {name}, so peft would "
             f"save and train the wrong head. Set task_type={task!r}, or leave it out."
         )
     peft_config.task_type = task

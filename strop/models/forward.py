@@ -6,12 +6,12 @@ calls it with whatever a batch of that layout holds.
 
 import inspect
 import re
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -42,6 +42,29 @@ def forward(model: nn.Module, batch: Mapping[str, Any], **options) -> ModelOutpu
     inputs = {name: batch[name] for name in MODEL_INPUTS if name in batch} | dict(batch.get("model_kwargs", {}))
     with packed_masks() if "segments" in batch else nullcontext():
         return model(**inputs, use_cache=False, **options)
+
+
+@contextmanager
+def stand_in(module: nn.Module, call: Callable) -> Iterator[None]:
+    """The forward of `module` is `call`, however the module is wrapped and hooked."""
+    own = module.__dict__.get("forward")
+    module.forward = call  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def state_indices(indices: Tensor, hidden: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """`indices` into a batch's tokens, flattened, as indices into its states `hidden` (..., time, D), flattened.
+
+    They differ by the virtual tokens that prompt tuning puts before every row.
+    """
+    width = batch.get("decoder_input_ids", batch["input_ids"]).shape[-1]
+    return indices + (indices // width + 1) * (hidden.shape[-2] - width)
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -104,9 +127,8 @@ def _config_obstacle(base: PreTrainedModel) -> str | None:
     name, config = type(base).__name__, base.config
     if config.sub_configs:
         return f"{name} reads more than text"
-    looks_ahead = any(getattr(module, "is_causal", True) is False for module in base.modules())
-    if looks_ahead or not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
-        return f"{name} attends to later tokens"
+    if looks_ahead(base):
+        return f"{name} attends to later tokens, as encoders do"
     if getattr(config, "alibi", False):
         return f"{name} biases its scores by distance in the stream (ALiBi)"
     others = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS
@@ -115,6 +137,14 @@ def _config_obstacle(base: PreTrainedModel) -> str | None:
     if _has_window(config) and not _hands_window_to_attention(base):
         return f"{name} keeps its sliding window in its mask, where strop's attention can't see it"
     return None
+
+
+def looks_ahead(base: PreTrainedModel) -> bool:
+    """Whether the tokens of `base`, a model of transformers, are known to attend to later ones."""
+    if any(getattr(module, "is_causal", True) is False for module in base.modules()):
+        return True
+    config = base.config
+    return not getattr(config, "is_causal", True) or bool(getattr(config, "use_bidirectional_attention", None))
 
 
 def _has_window(config) -> bool:

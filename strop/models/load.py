@@ -184,16 +184,19 @@ def load_weights(path: str, kwargs: dict[str, Any], auto_class: type) -> PreTrai
     try:
         config = read_config(path, kwargs)
         cls = checkpoint_class(config, auto_class)
+        check_labels(path, config, cls, kwargs.get("num_labels"))
         model, report = cls.from_pretrained(path, output_loading_info=True, **kwargs)
     except OSError as error:
         raise ValueError(f"the model {path!r} can't be loaded: {first_line(error)}") from error
     except TypeError as error:
         raise explained(error, kwargs) from error
     missing = sorted(report["missing_keys"])
-    if missing and issubclass(type(model), GenerationMixin) and "GenerativeModel" not in cls.__name__:
+    if not issubclass(type(model), GenerationMixin):  # a new head, and what is between it and the model
+        missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
+    if missing and "GenerativeModel" not in cls.__name__:
         raise ValueError(
             f"{path!r} lacks {len(missing)} weights of {type(model).__name__}, e.g. {missing[0]}, which would start "
-            f"from random numbers. It was saved as {config.architectures}; load the language model it was made from."
+            f"from random numbers. It was saved as {config.architectures}; load the model it was made from."
         )
     return model
 
@@ -211,6 +214,25 @@ def checkpoint_class(config: PreTrainedConfig, auto_class: type) -> type:
     if auto_class is AutoModelForCausalLM and named is not None and issubclass(named, GenerationMixin):
         return named
     return auto_class
+
+
+def check_labels(path: str, config: PreTrainedConfig, auto_class: type, num_labels: int | None) -> None:
+    """Refuses a family without the class that is wanted, and a head that was saved with another number of outputs."""
+    mapping = getattr(auto_class, "_model_mapping", None)
+    if mapping is None or num_labels is None:
+        return
+    if type(config) not in mapping and auto_class.__name__ not in (getattr(config, "auto_map", None) or {}):
+        raise ValueError(
+            f"{path!r} is a {config.model_type}, and transformers has no {auto_class.__name__} for this family. Choose "
+            "a model of another one, or pass an object with a head of your own, called `score`, and num_labels in its "
+            "config."
+        )
+    ending = auto_class.__name__.removeprefix("AutoModel")
+    if (config.architectures or [""])[0].endswith(ending) and config.num_labels != num_labels:
+        raise ValueError(
+            f"{path!r} was saved with num_labels={config.num_labels}, but num_labels={num_labels} is wanted here; "
+            "start from the language model it was made from, which gets a new head."
+        )
 
 
 def explained(error: TypeError, kwargs: dict[str, Any]) -> Exception:

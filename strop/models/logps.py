@@ -5,15 +5,14 @@ that takes the hidden states, keeps those that predict a scored token, and score
 and padding never meet the vocabulary. Shapes: B rows, T tokens, as in `batch["completion_mask"]`.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from strop.models.forward import base_model, forward
+from strop.models.forward import base_model, forward, stand_in, state_indices
 from strop.models.head import CPU_TILE_TOKENS, HeadScores, LogitTransform, Scoring, score_head
 
 PROBE = 20.0
@@ -62,7 +61,7 @@ def logps(
     base = base_model(model)
     scoring = Scoring(logit_transform(base, temperature), entropy, top1, mean_logps, collision, budget)
     scorer = _HeadScorer(_output_embedding(base), batch, scoring)
-    with scorer.in_place():
+    with stand_in(scorer.head, scorer.__call__):
         output = forward(model, batch)
     if len(scorer.results) != 1:
         raise ValueError(
@@ -80,7 +79,7 @@ def logps(
 def top_ids(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """(B, T) int64: the likeliest token in the place of each target, 0 where the completion mask is."""
     scorer = _TopIds(_output_embedding(base_model(model)), batch, Scoring())
-    with scorer.in_place():
+    with stand_in(scorer.head, scorer.__call__):
         forward(model, batch)
     return scorer.results[0].logps
 
@@ -130,24 +129,11 @@ class _HeadScorer:
         self.call = head.forward
         self.results: list[HeadScores] = []
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """The head's forward is this scorer's."""
-        own = self.head.__dict__.get("forward")
-        self.head.forward = self.__call__  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            if own is None:
-                del self.head.forward
-            else:
-                self.head.forward = own
-
     @torch.compiler.disable  # which tokens have a loss is data
     def __call__(self, hidden: Tensor) -> Tensor:
         """Score `hidden` (..., time, D); returns PROBE for every logit, (..., time, 1), in the graph of the scores."""
         mask = self.batch["completion_mask"].to(hidden.device).bool()
-        predictors = self._predictors(hidden).to(hidden.device)[mask]
+        predictors = state_indices(self.batch["predictors"], hidden, self.batch).to(hidden.device)[mask]
         targets = self.batch["targets"].to(hidden.device)[mask]
         states = hidden.flatten(0, -2).index_select(0, predictors)
         scores = self._score(states, targets)
@@ -157,13 +143,6 @@ class _HeadScorer:
 
     def _score(self, states: Tensor, targets: Tensor) -> HeadScores:
         return score_head(self.head, states, targets, self.scoring, self.call)
-
-    def _predictors(self, hidden: Tensor) -> Tensor:
-        """The batch's predictors, moved on by the virtual tokens that prompt tuning puts before every row."""
-        width = self.batch.get("decoder_input_ids", self.batch["input_ids"]).shape[-1]
-        virtual = hidden.shape[-2] - width
-        predictors = self.batch["predictors"]
-        return predictors + (predictors // width + 1) * virtual
 
 
 class _TopIds(_HeadScorer):

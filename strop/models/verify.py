@@ -3,7 +3,7 @@
 Capability is a claim of a model's code; this is the proof, on the first batch of a run.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -27,23 +27,34 @@ mean tells right from wrong, the largest difference hardly.
 """
 
 
+Reader = Callable[[nn.Module, Mapping[str, Any]], Tensor]
+"""What a model says of a batch, in numbers whose order doesn't depend on the layout."""
+
+
+def target_logps(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """(M,): log-probabilities of the scored tokens, in nats."""
+    return logps(model, batch).logps[batch["completion_mask"].bool()]
+
+
 class Agreement(NamedTuple):
-    """How far the log-probabilities of two layouts lie apart, in nats."""
+    """How far what a model says in two layouts lies apart, in nats."""
 
     largest: float
     mean: float
     agrees: bool
 
 
-def layouts_agree(model: nn.Module, packed: Mapping[str, Any], padded: Mapping[str, Any]) -> Agreement:
-    """Compare `model` on the same rows in both layouts, without dropout; training flags and random states stay.
+def layouts_agree(
+    model: nn.Module, packed: Mapping[str, Any], padded: Mapping[str, Any], read: Reader = target_logps
+) -> Agreement:
+    """Compare what `model` says of the same rows in both layouts, without dropout; training flags and random states
+    stay.
 
-    Log-probabilities that aren't finite never agree.
+    Numbers that aren't finite never agree.
     """
-    with _evaluating(model), torch.no_grad():
-        difference = (logps(model, packed).logps - logps(model, padded).logps).abs()
-    difference = difference[packed["completion_mask"].bool()].double()
-    if not len(difference):
+    with evaluating(model), torch.no_grad():
+        difference = (read(model, packed) - read(model, padded)).abs().double()
+    if not difference.numel():
         return Agreement(0.0, 0.0, True)
     largest, mean = difference.max().item(), difference.mean().item()
     most, most_on_average = TOLERANCES[coarsest_dtype(model)]
@@ -62,7 +73,7 @@ def coarsest_dtype(model: nn.Module) -> torch.dtype:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """`model` in evaluation mode, each of its parts put back afterwards as it was; so are the random states."""
     training = [module for module in model.modules() if module.training]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
@@ -87,20 +98,17 @@ def padded_from_packed(packed: Mapping[str, Any], pad_token_id: int) -> dict[str
     for b, row in enumerate(whole):
         input_ids[b, : len(row)] = row
         attention_mask[b, : len(row)] = 1
+    places = torch.zeros((len(whole), len(stream)), dtype=torch.int64)  # of each row's tokens: by stream, in padded
+    for b, row in enumerate(spans):
+        own = torch.cat([torch.arange(span.start, span.stop) for span in row])
+        places[b, own] = b * width + torch.arange(len(own))
+    places = places.to(stream.device)
+    predictors, ends = packed["predictors"], packed["ends"]
     replaced = {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
-        "predictors": _padded_predictors(packed, width),
-        "ends": torch.tensor([b * width + len(row) - 1 for b, row in enumerate(whole)], device=stream.device),
+        "predictors": places.gather(1, predictors).masked_fill(packed["completion_mask"] == 0, 0),
+        "ends": places.gather(1, ends[:, None])[:, 0],
         "num_tokens": int(attention_mask.sum()),
     }
     return {k: v for k, v in packed.items() if k not in ("segments", "rows", "position_ids")} | replaced
-
-
-def _padded_predictors(packed: Mapping[str, Any], width: int) -> Tensor:
-    """(B, T): the token before each scored token, in a flattened (B, width) batch; 0 where nothing is scored."""
-    predictors: Tensor = packed["predictors"]
-    depths = torch.tensor([packed["segments"].depths[i] for i in packed["rows"]], device=predictors.device)
-    firsts = torch.arange(len(depths), device=predictors.device) * width + depths - 1
-    indices = firsts[:, None] + torch.arange(predictors.shape[1], device=predictors.device)
-    return indices.masked_fill(packed["completion_mask"] == 0, 0)

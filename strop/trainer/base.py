@@ -6,7 +6,7 @@ import logging
 import math
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -17,6 +17,7 @@ from strop.callbacks.progress import install_progress
 from strop.data.collate import Batch, as_batch, keep_examples
 from strop.losses.reduce import StepCounts
 from strop.models.offload import OffloadActivations
+from strop.models.verify import Reader, target_logps
 from strop.runs import checkpoint
 from strop.runs.record import RunRecord
 
@@ -39,6 +40,9 @@ class BaseTrainer(transformers.Trainer):
     loss_is_scaled_for_ga = True  # transformers must not divide by gradient_accumulation_steps
     eval_weight = "tokens"
     """What an evaluation batch weighs in `eval_loss`: a field of StepCounts."""
+
+    compared: ClassVar[Reader] = target_logps
+    """What of a model's output the two layouts are compared by."""
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -63,7 +67,7 @@ class BaseTrainer(transformers.Trainer):
         self.add_callback(self.record)
         install_progress(self)
         self.eval_sums = WeightedSums()
-        self.layout_guard = LayoutGuard()
+        self.layout_guard = LayoutGuard(type(self).compared)
         offloads = getattr(self.args, "activation_offloading", False)
         self._saved_activations = OffloadActivations(self.model, self.args.device) if offloads else nullcontext()
         self._is_staging = False

@@ -7,7 +7,7 @@ from torch.nn import Module
 
 from strop.data.collate import Batch, Layout, leading_rows
 from strop.models.forward import choose_layout, use_packed_attention
-from strop.models.verify import layouts_agree, padded_from_packed
+from strop.models.verify import Reader, layouts_agree, padded_from_packed, target_logps
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,9 @@ class LayoutGuard:
     SAMPLE = 256
     """Tokens to compare; whole rows, so usually some more."""
 
-    def __init__(self):
+    def __init__(self, read: Reader = target_logps):
+        self.read = read
+        """What is compared."""
         self.is_trusted: bool | None = None
         """None until a batch was compared."""
 
@@ -48,14 +50,14 @@ class LayoutGuard:
         return batch if self.is_trusted else padded_from_packed(batch, pad_token_id=0)
 
     def _compare(self, model: Module, batch: Batch) -> bool:
-        agreement = layouts_agree(model, batch, padded_from_packed(batch, pad_token_id=0))
+        agreement = layouts_agree(model, batch, padded_from_packed(batch, pad_token_id=0), self.read)
         if agreement.agrees:
             logger.info("layout: packed equals padded on the first batch (largest difference %.1e)", agreement.largest)
         elif math.isnan(agreement.largest):
-            logger.warning("layout: the model's log-probabilities on the first batch are not numbers; rows are padded")
+            logger.warning("layout: what the model says of the first batch are not numbers; rows are padded")
         else:
             logger.warning(
-                "layout: packed rows get other log-probabilities than padded ones from %s (largest difference %.1e), "
+                "layout: packed rows get other outputs than padded ones from %s (largest difference %.1e), "
                 "so this run pads its rows",
                 type(model).__name__,
                 agreement.largest,

@@ -77,14 +77,16 @@ def test_wrong_task_is_refused(tiny_llama):
         apply_peft(tiny_llama, lora(task_type="SEQ_CLS"))
 
 
-def test_a_reward_models_head_is_trained_with_the_adapter():
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_a_reward_models_head_is_trained_with_the_adapter(task):
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_labels=1
     )
-    model = apply_peft(LlamaForSequenceClassification(config), lora())
+    model = apply_peft(LlamaForSequenceClassification(config), lora(task_type=task))
+    assert model.peft_config["default"].task_type == "SEQ_CLS"
     assert any(name.endswith("score.modules_to_save.default.weight") for name in trainable(model))
-    with pytest.raises(ValueError, match=r"'CAUSAL_LM', but the model is a LlamaForSequenceClassification"):
-        apply_peft(LlamaForSequenceClassification(config), lora(task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match=r"'TOKEN_CLS', but the model is a LlamaForSequenceClassification"):
+        apply_peft(LlamaForSequenceClassification(config), lora(task_type="TOKEN_CLS"))
 
 
 # a ready adapter
