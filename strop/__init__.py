@@ -12,6 +12,9 @@ EXPORTS = {
     "strop.trainer.sft": ("SFTTrainer",),
     "strop.trainer.config": ("SFTConfig",),
     "strop.trainer.dpo": ("DPOConfig", "DPOTrainer"),
+    "strop.trainer.cpo": ("CPOConfig", "CPOTrainer", "SimPOConfig", "SimPOTrainer"),
+    "strop.trainer.orpo": ("ORPOConfig", "ORPOTrainer"),
+    "strop.trainer.tpo": ("TPOConfig", "TPOTrainer"),
     "strop.models.model_config": ("ModelConfig", "get_kbit_device_map", "get_peft_config", "get_quantization_config"),
     "strop.data.pack": ("pack_dataset",),
     "strop.data.chat": ("apply_chat_template", "maybe_apply_chat_template"),
@@ -31,16 +34,24 @@ _MODULES = {name: module for module, names in EXPORTS.items() for name in names}
 
 __all__ = [
     "BEMACallback",
+    "CPOConfig",
+    "CPOTrainer",
     "DPOConfig",
     "DPOTrainer",
     "DatasetMixtureConfig",
     "LogCompletionsCallback",
     "ModelConfig",
+    "ORPOConfig",
+    "ORPOTrainer",
     "RichProgressCallback",
     "SFTConfig",
     "SFTTrainer",
     "ScriptArguments",
+    "SimPOConfig",
+    "SimPOTrainer",
     "SyncRefModelCallback",
+    "TPOConfig",
+    "TPOTrainer",
     "TrlParser",
     "__version__",
     "apply_chat_template",
@@ -70,8 +81,11 @@ if TYPE_CHECKING:
     from strop.models.model_config import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
     from strop.models.tokenizers import clone_chat_template
     from strop.trainer.config import SFTConfig
+    from strop.trainer.cpo import CPOConfig, CPOTrainer, SimPOConfig, SimPOTrainer
     from strop.trainer.dpo import DPOConfig, DPOTrainer
+    from strop.trainer.orpo import ORPOConfig, ORPOTrainer
     from strop.trainer.sft import SFTTrainer
+    from strop.trainer.tpo import TPOConfig, TPOTrainer
 
 
 def __getattr__(name: str):

@@ -84,6 +84,13 @@ SFT = {
     "use_vllm": Removed("supervised fine-tuning generates nothing"),
 }
 
+REFERENCE_FREE = {
+    "generate_during_eval": Removed("pass callbacks=[LogCompletionsCallback(...)] to the trainer"),
+    "is_encoder_decoder": Removed("the model's own config tells"),
+    "padding_value": Removed("padding is neither attended to nor scored; pad_token sets it for models that need one"),
+    "label_pad_token_id": Removed("labels are always padded with -100"),
+}
+
 TRAINER = {"tokenizer": Renamed("processing_class")}
 
 SFT_TRAINER = {
@@ -107,6 +114,12 @@ SFT_TRAINER = {
     "model_init": Removed("pass the model, or its name with model_init_kwargs"),
 }
 
+REFERENCE_FREE_TRAINER = {
+    "model_init": Removed("pass the model, or its name with model_init_kwargs"),
+    "compute_metrics": Removed("pairs are scored, not predicted; the trainer logs rewards, margins and accuracies"),
+    "preprocess_logits_for_metrics": Removed("pairs are scored, not predicted, so there are no logits to process"),
+}
+
 MODEL = {
     "torch_dtype": Renamed("dtype"),
     "model_name": Renamed("model_name_or_path"),
@@ -123,6 +136,8 @@ OLD_NAMES: dict[str, dict[str, Renamed | Moved | Removed]] = {
     "SFTTrainer": TRAINER | SFT_TRAINER,
     "DPOConfig": TRAINING,
     "DPOTrainer": TRAINER,
+    **dict.fromkeys(("CPOConfig", "SimPOConfig", "ORPOConfig", "TPOConfig"), TRAINING | REFERENCE_FREE),
+    **dict.fromkeys(("CPOTrainer", "SimPOTrainer", "ORPOTrainer", "TPOTrainer"), TRAINER | REFERENCE_FREE_TRAINER),
 }
 """Class -> old keyword -> what became of it."""
 

@@ -5,13 +5,13 @@ import warnings
 
 import pytest
 
-from strop import compat
+import strop.trainer
+from strop import SFTConfig, compat
 from strop.compat import OLD_NAMES, OLD_VALUES, Moved, Removed, Renamed, accepts_old_names, translate
 from strop.models.model_config import ModelConfig
-from strop.trainer.config import BaseConfig, SFTConfig
-from strop.trainer.dpo import DPOConfig
 
-CONFIGS = {cls.__name__: cls for cls in (BaseConfig, SFTConfig, DPOConfig, ModelConfig)}
+CONFIGS = {name: getattr(strop.trainer, name) for name in strop.trainer.__all__ if name.endswith("Config")}
+CONFIGS["ModelConfig"] = ModelConfig
 FIELDS = {name: {field.name for field in dataclasses.fields(cls)} for name, cls in CONFIGS.items()}
 TRAINER_ARGUMENTS = {"model", "args", "processing_class", "train_dataset", "callbacks"}
 LINES = [(cls, old, entry) for cls, table in OLD_NAMES.items() for old, entry in table.items()]

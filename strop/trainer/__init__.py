@@ -6,19 +6,45 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from strop.trainer.base import BaseTrainer
     from strop.trainer.config import BaseConfig, SFTConfig
+    from strop.trainer.cpo import CPOConfig, CPOTrainer, SimPOConfig, SimPOTrainer
     from strop.trainer.dpo import DPOConfig, DPOTrainer
+    from strop.trainer.orpo import ORPOConfig, ORPOTrainer
     from strop.trainer.sft import SFTTrainer
+    from strop.trainer.tpo import TPOConfig, TPOTrainer
 
 _MODULES = {
     "BaseConfig": "strop.trainer.config",
     "BaseTrainer": "strop.trainer.base",
+    "CPOConfig": "strop.trainer.cpo",
+    "CPOTrainer": "strop.trainer.cpo",
     "DPOConfig": "strop.trainer.dpo",
     "DPOTrainer": "strop.trainer.dpo",
+    "ORPOConfig": "strop.trainer.orpo",
+    "ORPOTrainer": "strop.trainer.orpo",
     "SFTConfig": "strop.trainer.config",
     "SFTTrainer": "strop.trainer.sft",
+    "SimPOConfig": "strop.trainer.cpo",
+    "SimPOTrainer": "strop.trainer.cpo",
+    "TPOConfig": "strop.trainer.tpo",
+    "TPOTrainer": "strop.trainer.tpo",
 }
 
-__all__ = ["BaseConfig", "BaseTrainer", "DPOConfig", "DPOTrainer", "SFTConfig", "SFTTrainer"]
+__all__ = [
+    "BaseConfig",
+    "BaseTrainer",
+    "CPOConfig",
+    "CPOTrainer",
+    "DPOConfig",
+    "DPOTrainer",
+    "ORPOConfig",
+    "ORPOTrainer",
+    "SFTConfig",
+    "SFTTrainer",
+    "SimPOConfig",
+    "SimPOTrainer",
+    "TPOConfig",
+    "TPOTrainer",
+]
 
 
 def __getattr__(name: str):

@@ -36,6 +36,12 @@ def at_least(name: str, value: float | None, least: float) -> None:
         raise ValueError(f"{name}={value!r} is out of range; it must be at least {least}.")
 
 
+def positive(name: str, value: float) -> None:
+    """Refuse a number that isn't above 0."""
+    if not value > 0:
+        raise ValueError(f"{name}={value!r} is out of range; it must be positive.")
+
+
 def within(name: str, value: float, low: float, high: float) -> None:
     """Refuse a number outside [low, high)."""
     if not low <= value < high:
