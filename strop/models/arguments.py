@@ -19,3 +19,23 @@ class ModelInitArguments:
 
     activation_offloading: bool = False
     """Keep activations in host memory between forward and backward (needs an accelerator)."""
+
+
+@dataclass
+class ReferenceArguments:
+    """The policy that training is compared with: by default the model as it was before."""
+
+    precompute_ref_log_probs: bool = False
+    """Ask the reference once for all rows before training, and keep no second model in memory."""
+
+    precompute_ref_batch_size: int | None = None
+    """Rows in a batch of that pass; per_device_eval_batch_size if not set."""
+
+    sync_ref_model: bool = False
+    """Let the reference follow the policy (TR-DPO, arXiv:2404.09656)."""
+
+    ref_model_sync_steps: int = 512
+    """Optimizer steps between two updates of the reference."""
+
+    ref_model_mixup_alpha: float = 0.6
+    """Share of the policy in the updated reference, in (0, 1]."""

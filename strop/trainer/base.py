@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from strop.callbacks.progress import install_progress
+from strop.callbacks.state import TensorState
 from strop.data.collate import Batch, as_batch, keep_examples
 from strop.losses.reduce import StepCounts
 from strop.models.offload import OffloadActivations
@@ -171,12 +172,17 @@ class BaseTrainer(transformers.Trainer):
 
     def log(self, logs, start_time=None):
         if "loss" in logs and self._uses_loss:
-            logs.update(self.meter.drain(self.accelerator.num_processes), num_tokens=self.meter.num_tokens)
+            metrics = self.derived(self.meter.drain(self.accelerator.num_processes))
+            logs.update(metrics, num_tokens=self.meter.num_tokens)
             self._refuse_non_finite(logs["loss"])
         if "train_loss" in logs and self._uses_loss:
             self.meter.drain(self.accelerator.num_processes)
             logs["train_loss"] = self.meter.loss_sum / max(self.state.global_step, 1)
         super().log(logs, start_time)
+
+    def derived(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The means of a log or an evaluation, with what is computed from them."""
+        return metrics
 
     # Training and its checkpoints
 
@@ -240,11 +246,17 @@ class BaseTrainer(transformers.Trainer):
         self._is_staging = True
         try:
             super()._save_checkpoint(model, trial)
+            self._save_callbacks(Path(self._get_output_dir(trial)))
         finally:
             self._is_staging = False
         self.accelerator.wait_for_everyone()
         self._publish_checkpoint(Path(run_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         self.accelerator.wait_for_everyone()
+
+    def _save_callbacks(self, run_dir: Path) -> None:
+        for callback in self.callback_handler.callbacks if self.args.should_save else ():
+            if isinstance(callback, TensorState):
+                callback.on_checkpoint(run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
 
     def _save(self, output_dir=None, state_dict=None):
         """As in transformers, and what is only for training, a cache switched off, isn't written."""
@@ -279,7 +291,7 @@ class BaseTrainer(transformers.Trainer):
         self.eval_sums = WeightedSums()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self._uses_loss:
-            measured = self.measured(means(self.eval_sums.totals(self.accelerator.num_processes)))
+            measured = self.derived(self.measured(means(self.eval_sums.totals(self.accelerator.num_processes))))
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in measured.items()})
         if not output.num_samples:
             logger.warning("%s: the data set gave not one row to evaluate, so nothing is reported", metric_key_prefix)
