@@ -1,5 +1,6 @@
 """Tokenizers made to fit a model: special tokens, chat templates, new tokens, one vocabulary."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from strop.compat import suggestion
 from strop.models.adapters import base_model, is_peft
+
+logger = logging.getLogger(__name__)
 
 ROW_MULTIPLE = 64
 """Embeddings that grow do so to a multiple of this: matrix products of odd sizes are slow on GPUs."""
@@ -157,6 +160,27 @@ def use_pad_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
     base.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if base.generation_config is not None:
         base.generation_config.pad_token_id = tokenizer.pad_token_id
+
+
+def pad_apart_from_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Gives a tokenizer that pads with the token that ends texts, in place, another special token for padding.
+
+    Classifiers of transformers take the last token that is no padding for the end of a row: with one token for both
+    they would read a score one token early. A token that begins texts, or an unknown one, never ends any.
+    """
+    if tokenizer.pad_token_id != tokenizer.eos_token_id:
+        return
+    special = [tokenizer.unk_token, tokenizer.bos_token, *map(str, tokenizer.added_tokens_decoder.values())]
+    other = next((t for t in special if t and t in tokenizer.all_special_tokens and t != tokenizer.eos_token), None)
+    if other is None:
+        logger.warning(
+            "the tokenizer pads with %r, which ends texts too, and has no other special token: outside of strop, "
+            "transformers will read padded rows' scores one token early",
+            tokenizer.pad_token,
+        )
+        return
+    logger.info("padding with %r instead of %r, which ends texts", other, tokenizer.pad_token)
+    tokenizer.pad_token = other
 
 
 def checked_token(tokenizer: PreTrainedTokenizerBase, option: str, token: str) -> str:

@@ -2,9 +2,11 @@
 
 A metric is a pair (sum, weight). Pairs of micro-batches and ranks add up, and are divided once, when they are logged;
 so a logged value does not depend on how a step was cut. A metric nothing was added to is absent, never NaN.
+Of metrics called min_... and max_... the least and the greatest is kept, with a weight of 1.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ class WeightedSums:
         for name, pair in metrics.items():
             new = torch.stack([torch.as_tensor(x).detach().double() for x in pair])
             old = self.sums.get(name)
-            self.sums[name] = new if old is None else old.to(new.device) + new
+            self.sums[name] = new if old is None else _joined(name)(torch.stack([old.to(new.device), new]))
 
     def totals(self, num_processes: int) -> dict[str, list[float]]:
         """[sum, weight] of each metric over all ranks. Every rank must call it, and gets the same."""
@@ -39,7 +41,16 @@ class WeightedSums:
             return mine
         ranks = gather_object([mine])
         names = dict.fromkeys(name for rank in ranks for name in rank)
-        return {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
+        pairs = {
+            name: torch.tensor([rank[name] for rank in ranks if name in rank], dtype=torch.float64) for name in names
+        }
+        return {name: _joined(name)(several).tolist() for name, several in pairs.items()}
+
+
+def _joined(name: str) -> Callable[[Tensor], Tensor]:
+    """What makes one pair of several, (n, 2), of the metric `name`."""
+    start = name.rsplit("/", 1)[-1][:4]
+    return partial(torch.amin if start == "min_" else torch.amax if start == "max_" else torch.sum, dim=0)
 
 
 def means(sums: Mapping[str, list[float]]) -> dict[str, float]:

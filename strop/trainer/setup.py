@@ -37,8 +37,8 @@ def check_datasets(train_dataset: Any, eval_dataset: Any, args: Any) -> None:
         )
     if isinstance(train_dataset, dict):
         raise ValueError(
-            f"train_dataset is a dictionary of {sorted(train_dataset)}; pass one of them, e.g. "
-            "train_dataset=data['train']"
+            f"train_dataset is a {type(train_dataset).__name__} with the splits {sorted(train_dataset)}; pass one of "
+            "them, e.g. train_dataset=data['train']"
         )
     _let_every_rank_read_for_itself(args)
     if isinstance(train_dataset, ITERABLE):
@@ -99,10 +99,12 @@ def ready_model(
     tokenizer: PreTrainedTokenizerBase,
     quantization_config: Any = None,
     peft_config: Any = None,
+    **loading: Any,
 ) -> Module:
-    """The model to train: loaded if it is a name, in line with the tokenizer, with its adapter."""
+    """The model to train: loaded if it is a name, in line with the tokenizer, with its adapter. `loading` goes to
+    `load_model`."""
     set_seed(args.seed)
-    model = load_model(model, args, quantization_config)
+    model = load_model(model, args, quantization_config, **loading)
     template = args.chat_template_path
     fit_model(model, tokenizer, may_grow=template is not None and not is_template_file(template))
     has_adapter = peft_config is not None or is_peft(model)  # which has to be told what else to train

@@ -21,6 +21,16 @@ def test_what_was_not_measured_is_absent():
     assert means(sums.totals(1)) == {}
 
 
+def test_of_extremes_the_outermost_is_kept(monkeypatch):
+    sums = WeightedSums()
+    for low, high in ((2.0, 3.0), (-1.0, 2.5), (0.5, 4.0)):
+        sums.add({"min_reward": (torch.tensor(low), 1), "completions/max_length": (high, 1.0)})
+    assert means(sums.totals(1)) == {"min_reward": -1.0, "completions/max_length": 4.0}
+    other = {"min_reward": [-2.0, 1.0], "mean_reward": [6.0, 3.0]}
+    monkeypatch.setattr("strop.trainer.meter.gather_object", lambda mine: [*mine, other])
+    assert means(sums.totals(2)) == {"min_reward": -2.0, "completions/max_length": 4.0, "mean_reward": 2.0}
+
+
 def test_small_additions_to_a_large_sum_are_kept():
     sums = WeightedSums()
     sums.add({"n": (torch.tensor(2.0**24), 1.0)})
