@@ -219,6 +219,36 @@ def keep_examples(batch: Batch, count: int) -> Batch:
     return batch | {"completion_mask": mask, "num_tokens": sum(size.num_tokens for size in sizes[:count])}
 
 
+def some_rows(batch: Batch, chosen: slice) -> Batch:
+    """The `chosen` of the rows with a loss, and what they continue, as the model reads them without the others.
+
+    `examples` and `num_tokens` go, since they are about whole examples.
+    """
+    ids, num_rows = batch["input_ids"], len(batch["targets"])
+    kept = torch.zeros(ids.shape, dtype=torch.bool)
+    replaced: Batch = {}
+    if "segments" in batch:
+        segments: Segments = batch["segments"]
+        left_out = set(batch["rows"]) - set(batch["rows"][chosen])
+        indices = [i for i in range(len(segments.lengths)) if i not in left_out]
+        for i in indices:
+            kept[0, segments.span(i)] = True
+        new = {-1: -1} | {old: i for i, old in enumerate(indices)}
+        lengths = tuple(segments.lengths[i] for i in indices)
+        replaced["segments"] = Segments(lengths, tuple(new[segments.parents[i]] for i in indices))
+        replaced["rows"] = tuple(new[i] for i in batch["rows"][chosen])
+        replaced |= {name: batch[name][:, kept[0].to(ids.device)] for name in ("input_ids", "position_ids")}
+    else:
+        kept[chosen] = True
+    places = (kept.flatten().cumsum(0) - 1).clamp(min=0).to(ids.device)
+    left = {
+        name: value[chosen] if isinstance(value, Tensor) and value.shape[:1] == (num_rows,) else value
+        for name, value in batch.items()
+        if name not in replaced and name not in ("examples", "num_tokens")
+    }
+    return left | replaced | {name: places[left[name]] for name in ("predictors", "ends")}
+
+
 def leading_rows(packed: Batch, num_tokens: int) -> Batch:
     """The first rows of a packed batch, with all they continue: two at least and `num_tokens`, if it has so many."""
     segments = packed["segments"]

@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from strop.data.collate import Example, SupervisedCollator, TokenRow, as_batch, collate, flat_labels, keep_examples
+from strop.data.collate import (
+    Example,
+    SupervisedCollator,
+    TokenRow,
+    as_batch,
+    collate,
+    flat_labels,
+    keep_examples,
+    some_rows,
+)
 
 PAIR = [TokenRow([11, 12], None), TokenRow([13, 14], [13, 14], parent=0), TokenRow([15], [15], parent=0)]
 #  stream of the pair, packed:  11 12 | 13 14 | 15     what predicts 13 and 15 is 12, at index 1
@@ -128,3 +137,29 @@ def test_a_collator_without_labels_is_refused():
 )
 def test_flat_labels_stand_where_their_token_stands(layout, expected):
     assert flat_labels(collate(PAIR, layout, 0)).tolist() == expected
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_some_rows_are_a_batch_of_their_own(layout, side):
+    rows = [
+        *[TokenRow([11, 12], None), TokenRow([13, 14], [13, 14], 0, {"ref": [1.0, 2.0]})],
+        *[TokenRow([15], [15], 0, {"ref": [3.0]}), TokenRow([21], [21], -1, {"ref": [0.0]})],
+        TokenRow([22, 23, 24], [22, 23, 24], -1, {"ref": [4.0, 5.0, 6.0]}),
+    ]
+    kept = [[row for i, row in enumerate(rows) if i in chosen] for chosen in ((0, 1, 3), (0, 2, 4))][side]
+    whole, alone = (collate(part, layout, 0) for part in (rows, kept))
+    found = some_rows(whole | {"label": torch.tensor([True, False])}, slice(side, None, 2))
+    assert found.pop("label").tolist() == [True, False]
+    mask = alone["completion_mask"].bool()
+    width = mask.shape[1]
+    ids, own_ids = (batch["input_ids"].flatten() for batch in (found, alone))
+    assert found["completion_mask"][:, :width].equal(alone["completion_mask"])
+    for name in ("targets", "ref"):
+        assert found[name][:, :width][mask].equal(alone[name][mask])
+    assert ids[found["predictors"][:, :width][mask]].equal(own_ids[alone["predictors"][mask]])
+    assert ids[found["ends"]].equal(own_ids[alone["ends"]])
+    if layout == "packed":
+        assert {name: found[name] for name in ("segments", "rows")} == {n: alone[n] for n in ("segments", "rows")}
+        assert found["input_ids"].equal(alone["input_ids"])
+        assert found["position_ids"].equal(alone["position_ids"])
