@@ -1,4 +1,4 @@
-"""`strop estimate`: the memory a run will take, from the options of `strop sft` and the model's configuration alone."""
+"""`strop estimate`: the memory a run will take, from the options of its command and the model's configuration alone."""
 
 import json
 from collections.abc import Sequence
@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.cli.args import Options
+from strop.cli.arguments import ReferenceArguments
 from strop.cli.inspect import config_file
-from strop.cli.train import METHODS, all_options
+from strop.cli.train import METHODS, Method, all_options, imported, method_of
 
 PROG = "strop estimate"
 
@@ -17,7 +18,7 @@ class EstimateArguments:
     """What is counted beside training itself, and how it is printed."""
 
     reference: bool = False
-    """Count a frozen copy of the model, as preference and on-policy methods keep one."""
+    """Count a frozen copy of the model, also for a method that keeps none. Those that do need not be told."""
 
     cached_tokens: int = 0
     """Tokens generated at a time, prompts included, over all sequences: their keys and values are counted."""
@@ -28,57 +29,89 @@ class EstimateArguments:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code."""
-    own = Options(PROG, [EstimateArguments], f"{PROG} [--json] [options of strop sft]")
-    counted, words = own.split(argv)
-    options = all_options(PROG, METHODS["sft"])
+    own = Options(PROG, [EstimateArguments], f"{PROG} [METHOD] [--json] [options of strop METHOD, sft if not said]")
+    name, words = method_of(argv)
+    method = METHODS[name]
+    counted, words = own.split(words)
+    options = all_options(PROG, method)
     if {"-h", "--help"} & set(counted):
         own.parser.print_help()
         print("\nand the run:\n")
         options.parser.print_help()
         return 0
     (what,) = own.build(own.read(counted))
-    *_, model_args, args = options.build(options.read(words, config_file(words)))
-    found = estimate_run(what, model_args, args)
-    print(json.dumps(found.parts | {"total": found.total}) if what.json else describe(found, model_args, args))
+    _, _, _, _, model_args, *more, args = options.build(options.read(words, config_file(words)))
+    found = estimate_run(what, method, model_args, args, *more)
+    print(json.dumps(found.parts | {"total": found.total}) if what.json else describe(found, method, model_args, args))
     return 0
 
 
-def estimate_run(what: EstimateArguments, model_args: Any, args: Any) -> Any:
+def estimate_run(what: EstimateArguments, method: Method, model_args: Any, args: Any, *more: Any) -> Any:
     """The estimate of a run with these options. Raises ValueError where model or row length are missing."""
-    import torch
-
-    from strop.models.load import loading_options, read_config
-    from strop.models.model_config import get_peft_config, init_kwargs
+    from strop.models.model_config import get_peft_config
     from strop.runs.estimate import estimate
 
     if not model_args.model_name_or_path:
         raise ValueError("there is no model to estimate; name one with --model_name_or_path (a hub id or a folder).")
     if args.max_length is None:
         raise ValueError("max_length is None, so rows have no longest length to estimate with; set --max_length.")
-    args.model_init_kwargs = init_kwargs(model_args, args.model_init_kwargs)
-    path, kwargs = loading_options(model_args.model_name_or_path, args, None)
-    config = read_config(path, kwargs)
-    wanted, saved = kwargs["dtype"], config.dtype
-    dtype = wanted if isinstance(wanted, torch.dtype) else saved if isinstance(saved, torch.dtype) else torch.float32
+    config, dtype = shape_of(model_args.model_name_or_path, model_args, args)
+    named = next((part.ref_model_name_or_path for part in more if isinstance(part, ReferenceArguments)), None)
+    reference = shape_of(named, model_args, args)[0] if named else config if keeps_copy(what, method, args) else None
     return estimate(
         config,
-        batch_size=args.per_device_train_batch_size,
+        batch_size=rows_per_batch(method, args),
         length=args.max_length,
         dtype=dtype,
-        autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+        autocast=torch_dtype(args),
         optim=getattr(args.optim, "value", args.optim),
         peft_config=get_peft_config(model_args),
         weight_bits=4 if model_args.load_in_4bit else 8 if model_args.load_in_8bit else None,
         checkpointing=bool(args.gradient_checkpointing),
         device=args.device.type,
-        reference=what.reference,
+        reference=reference if named or not model_args.use_peft else None,
         cached_tokens=what.cached_tokens,
+        task=method.task,
     )
 
 
-def describe(found: Any, model_args: Any, args: Any) -> str:
+def keeps_copy(what: EstimateArguments, method: Method, args: Any) -> bool:
+    """Whether a frozen copy of the model stands beside it."""
+    has_reference = ReferenceArguments in method.more and not getattr(args, "precompute_ref_log_probs", False)
+    return what.reference or has_reference
+
+
+def rows_per_batch(method: Method, args: Any) -> int:
+    """Rows of max_length that a micro-batch has at most: one for each completion of an example."""
+    wanted = getattr(imported(method.trainer), "wanted", None)
+    return args.per_device_train_batch_size * (len(wanted.sides) if wanted else 1)
+
+
+def shape_of(name: str, model_args: Any, args: Any) -> tuple[Any, Any]:
+    """The model's configuration, and the dtype it would be loaded in."""
+    import torch
+
+    from strop.models.load import loading_options, read_config
+    from strop.models.model_config import init_kwargs
+
+    args.model_init_kwargs = init_kwargs(model_args, args.model_init_kwargs)
+    path, kwargs = loading_options(name, args, None)
+    config = read_config(path, kwargs)
+    wanted, saved = kwargs["dtype"], config.dtype
+    dtype = wanted if isinstance(wanted, torch.dtype) else saved if isinstance(saved, torch.dtype) else torch.float32
+    return config, dtype
+
+
+def torch_dtype(args: Any) -> Any:
+    """The dtype of computation where it is not that of the weights."""
+    import torch
+
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+
+
+def describe(found: Any, method: Method, model_args: Any, args: Any) -> str:
     """The table, under a line that says of what."""
-    rows = f"{args.per_device_train_batch_size} rows of {args.max_length} tokens"
+    rows = f"{rows_per_batch(method, args)} rows of {args.max_length} tokens"
     adapter = "a LoRA adapter on" if model_args.use_peft else "all weights of"
     return (
         f"training {adapter} {model_args.model_name_or_path} on {rows}, one device ({args.device.type}):\n\n{found}\n\n"

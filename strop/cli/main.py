@@ -11,6 +11,10 @@ from strop.compat import suggestion
 TRAINING = {
     "sft": "fine-tune a model on texts, conversations or prompts with completions",
     "dpo": "direct preference optimisation on pairs of a better and a worse completion",
+    "cpo": "contrastive preference optimisation on pairs, without a reference model",
+    "simpo": "SimPO: pairs compared by their average log-probability and a margin",
+    "orpo": "fine-tuning and odds ratio preference in one, without a reference model",
+    "tpo": "pairs with a gold completion that is learnt from as well",
 }
 COMMANDS = {
     "quickstart": (

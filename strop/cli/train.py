@@ -12,6 +12,7 @@ from strop.cli import launch
 from strop.cli.args import Options, dump
 from strop.cli.arguments import CommandArguments, LaunchArguments, ReferenceArguments, ScriptArguments
 from strop.cli.yaml_config import Setting, apply_environment, read_config
+from strop.compat import suggestion
 
 ALIASES = {"model": "model_name_or_path", "data": "dataset_name", "dataset": "dataset_name"}
 
@@ -26,17 +27,34 @@ class Method:
     module: str
     more: tuple[type, ...] = ()
     """Options of its own. Each class has `trainer_arguments()`: what they are to the trainer's constructor."""
+    task: str = "CAUSAL_LM"
+    """What the model does, in peft's words."""
 
 
-def _method(name: str, suffix: str, place: str, *more: type) -> Method:
+def _method(name: str, suffix: str, place: str, *more: type, task: str = "CAUSAL_LM") -> Method:
     """The command `name` of <suffix>Trainer and <suffix>Config, which are in the module `place`."""
-    return Method(f"{place}:{suffix}Trainer", f"{place}:{suffix}Config", suffix, f"strop.scripts.{name}", more)
+    return Method(f"{place}:{suffix}Trainer", f"{place}:{suffix}Config", suffix, f"strop.scripts.{name}", more, task)
 
 
 METHODS = {
     "sft": Method("strop.trainer.sft:SFTTrainer", "strop.trainer.config:SFTConfig", "SFT", "strop.scripts.sft"),
     "dpo": _method("dpo", "DPO", "strop.trainer.dpo", ReferenceArguments),
+    "cpo": _method("cpo", "CPO", "strop.trainer.cpo"),
+    "simpo": _method("simpo", "SimPO", "strop.trainer.cpo"),
+    "orpo": _method("orpo", "ORPO", "strop.trainer.orpo"),
+    "tpo": _method("tpo", "TPO", "strop.trainer.tpo"),
 }
+
+
+def method_of(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The training command whose options `argv` has, which its first word names ("sft" if it is an option already),
+    and the other words. Raises ValueError for a first word that names none."""
+    first, *rest = argv or [""]
+    if not first or first.startswith("-"):
+        return "sft", list(argv)
+    if first not in METHODS:
+        raise ValueError(f"there is no training command {first!r}.{suggestion(first, METHODS)}")
+    return first, rest
 
 
 def main(name: str, argv: Sequence[str]) -> int:

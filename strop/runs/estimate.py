@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strop.compat import suggestion
@@ -22,6 +29,13 @@ from strop.models.head import tiling
 
 SHAPES_ONLY = "strop_shapes"
 """Name under which transformers knows the attention that only has shapes."""
+
+TASKS: dict[str, Any] = {
+    "CAUSAL_LM": AutoModelForCausalLM,
+    "SEQ_CLS": AutoModelForSequenceClassification,
+    "TOKEN_CLS": AutoModelForTokenClassification,
+}
+"""Task, in peft's words -> the class of its models."""
 
 StateBytes = Callable[[Tensor], int]
 
@@ -35,7 +49,7 @@ class Estimate:
     optimizer: int
     """States kept from step to step."""
     reference: int
-    """A frozen copy of the model."""
+    """A frozen model beside it."""
     activations: int
     """What the forward pass keeps for the backward pass, the head excepted."""
     logits: int
@@ -69,34 +83,36 @@ def estimate(
     weight_bits: int | None = None,
     checkpointing: bool = True,
     device: str = "cpu",
-    reference: bool = False,
+    reference: PreTrainedConfig | None = None,
     cached_tokens: int = 0,
+    task: str = "CAUSAL_LM",
 ) -> Estimate:
     """The memory of training on `batch_size` rows of `length` tokens, every one of them trained.
 
     `dtype` is that of the weights, `autocast` that of computation if another. `weight_bits` (4 or 8) is the storage of
-    a quantised base's linear layers. `cached_tokens` are tokens in the key-value cache, of all sequences together.
+    a quantised base's linear layers. `reference` is a frozen model beside it. `cached_tokens` are tokens in the
+    key-value cache, of all sequences together. A model for another `task` than "CAUSAL_LM" has no logits.
     Raises ValueError for an optimizer whose states are not known.
     """
     state_bytes = optimizer_states(optim)
-    model = shapes_of(config, dtype, peft_config)
+    model = shapes_of(config, dtype, peft_config, task)
     trained = [p for p in model.parameters() if p.requires_grad]
     return Estimate(
         weights=weight_bytes(model, weight_bits),
         gradients=nbytes(trained),
         optimizer=sum(map(state_bytes, trained)),
-        reference=weight_bytes(shapes_of(config, dtype, None), weight_bits) if reference and not peft_config else 0,
-        activations=traced_activations(config, autocast or dtype, peft_config, batch_size, length, checkpointing)
+        reference=weight_bytes(shapes_of(reference, dtype, None), weight_bits) if reference else 0,
+        activations=traced_activations(config, autocast or dtype, peft_config, batch_size, length, checkpointing, task)
         + (cast_bytes(model, autocast) if autocast not in (None, dtype) else 0),
-        logits=logit_bytes(config, batch_size * length, autocast or dtype, device),
+        logits=logit_bytes(config, batch_size * length, autocast or dtype, device) if task == "CAUSAL_LM" else 0,
         kv_cache=cached_tokens * kv_bytes(config, autocast or dtype) if cached_tokens else 0,
     )
 
 
-def shapes_of(config: PreTrainedConfig, dtype: torch.dtype, peft_config: Any) -> nn.Module:
+def shapes_of(config: PreTrainedConfig, dtype: torch.dtype, peft_config: Any, task: str = "CAUSAL_LM") -> nn.Module:
     """The model without contents, with its adapter if it gets one."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = TASKS[task].from_config(config, dtype=dtype)
         return model if peft_config is None else wrap(model, peft_config)
 
 
@@ -170,7 +186,13 @@ def optimizer_states(optim: str) -> StateBytes:
 
 
 def traced_activations(
-    config: PreTrainedConfig, dtype: torch.dtype, peft_config: Any, batch_size: int, length: int, checkpointing: bool
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    peft_config: Any,
+    batch_size: int,
+    length: int,
+    checkpointing: bool,
+    task: str = "CAUSAL_LM",
 ) -> int:
     """`activation_bytes` of the model computing in `dtype`.
 
@@ -178,7 +200,7 @@ def traced_activations(
     """
     has_experts = hasattr(config.get_text_config(), "output_router_logits")
     traced = torch.bfloat16 if has_experts else dtype
-    model = shapes_of(config, traced, peft_config)
+    model = shapes_of(config, traced, peft_config, task)
     return activation_bytes(model, batch_size, length, checkpointing) * dtype.itemsize // traced.itemsize
 
 

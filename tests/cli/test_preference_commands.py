@@ -83,3 +83,24 @@ def test_a_launch_runs_the_module_of_the_method(here, capsys):
         code, printed = strop(name, line, capsys)
         assert code == 0, printed
         assert f" -m {method.module} " in printed
+
+
+TRIPLES = [{**row, "reference": " It is cold , yes ."} for row in PAIRS]
+LABELLED = [
+    {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+    for row in PAIRS
+    for side in ("chosen", "rejected")
+]
+REFERENCE_FREE = {"cpo": PAIRS, "simpo": PAIRS, "orpo": PAIRS, "tpo": TRIPLES}
+
+
+@pytest.mark.parametrize("command", REFERENCE_FREE)
+def test_methods_without_a_reference(command, here, capsys, tiny_folder):
+    write(here / "rows.jsonl", REFERENCE_FREE[command])
+    line = f"--model {tiny_folder} --data rows.jsonl --learning_rate 1e-2 --max_length 64 {QUIET}"
+    code, printed = strop(command, line, capsys)
+    assert code == 0, printed
+    assert changed(tiny_folder, here / f"{tiny_folder.name}-{train.METHODS[command].suffix}")
+    code, printed = strop(command, f"{line} --ref_model_name_or_path {tiny_folder}", capsys)
+    assert code == 2
+    assert "unknown option --ref_model_name_or_path" in printed

@@ -71,7 +71,7 @@ def test_the_anchors():
     lora = estimate(LLAMA, batch_size=1, length=8, peft_config=LORA)
     trained = 2 * (4 * (32 + 32) + 4 * (64 + 32))  # two layers: rank times in + out of q_proj and down_proj
     assert lora.weights + lora.gradients + lora.optimizer == 4 * n + 16 * trained
-    with_reference = estimate(LLAMA, batch_size=1, length=8, reference=True)
+    with_reference = estimate(LLAMA, batch_size=1, length=8, reference=LLAMA)
     assert with_reference.total - adamw.total == 4 * n
 
 
@@ -179,3 +179,25 @@ def test_the_command_reads_the_options_of_a_run(tiny_folder, tiny_llama, capsys)
     assert "training a LoRA adapter on" in capsys.readouterr().out
     with pytest.raises(ValueError, match="max_length is None"):
         main(["--model", str(tiny_folder), "--max_length", "none", "--use_cpu"])
+
+
+def test_a_pair_is_two_rows_beside_a_reference_unless_the_adapter_can_be_switched_off(tiny_folder, tiny_llama, capsys):
+    run = ["--model", str(tiny_folder), "--max_length", "64", "--per_device_train_batch_size", "4", "--use_cpu"]
+
+    def parts(method, *words):
+        assert main([method, *run, *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    pairs, eight = parts("dpo"), parts("sft", "--per_device_train_batch_size", "8")
+    assert pairs["activations"] == eight["activations"] > parts("sft")["activations"]
+    assert (pairs["reference"], eight["reference"]) == (pairs["weights"], 0)
+    assert parts("dpo", "--use_peft")["reference"] == 0
+    named = parts("dpo", "--use_peft", "--ref_model_name_or_path", str(tiny_folder))
+    assert named["reference"] == pairs["weights"]
+
+
+def test_a_reward_model_has_no_logits():
+    found = estimate(LLAMA, batch_size=1, length=8, task="SEQ_CLS")
+    language = estimate(LLAMA, batch_size=1, length=8)
+    assert found.logits == 0 < language.logits
+    assert found.weights < language.weights or LLAMA.tie_word_embeddings

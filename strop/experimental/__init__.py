@@ -1,0 +1,1 @@
+"""Import paths that users know; the code is in `strop.trainer`."""

@@ -1,0 +1,5 @@
+"""An import path that users know."""
+
+from strop.trainer.orpo import ORPOConfig, ORPOTrainer
+
+__all__ = ["ORPOConfig", "ORPOTrainer"]
