@@ -13,6 +13,7 @@ from strop.data.chat import ChatTemplate
 from strop.data.collate import IGNORE
 from strop.data.formats import Format, Message, Row, at_row, format_of, messages_of, silent_turns
 from strop.data.overlong import OVERLONG, TRUNCATION_MODES, around_target, fit, trained_tokens, without_untrainable
+from strop.data.pieces import Pieces, pieces_of
 from strop.data.report import Fate
 from strop.data.tokenize import Prepared, eos_id, tokenise_chats, tokenise_texts
 from strop.data.turns import Span, assistant_spans, completion_start
@@ -199,6 +200,10 @@ class RowMaker:
     def template(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer, self.recipe.template_options)
 
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        return pieces_of(self.tokenizer)
+
     @property
     def trains_completion_only(self) -> bool:
         return self.recipe.completion_only is not False
@@ -253,7 +258,7 @@ class RowMaker:
 
     def _tokenise_chats(self, chats: Sequence[Chat]) -> list[Prepared]:
         texts, spans, fates = zip(*chats, strict=True) if chats else ((), (), ())
-        return tokenise_chats(self.tokenizer, texts, spans, fates) if chats else []
+        return tokenise_chats(self.tokenizer, texts, spans, fates, self.pieces) if chats else []
 
     def _conversations(self, row: Row) -> tuple[list[list[dict]], int]:
         """The conversations to render, one a turn with train_on_turns="expand", and how many messages are prompt."""

@@ -15,6 +15,7 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from strop.data.collate import IGNORE
+from strop.data.pieces import Pieces
 from strop.data.report import Fate
 
 Span = tuple[int, int]
@@ -102,19 +103,33 @@ def _ended(ids: list[int], text: str, eos: int | None, tokenizer: PreTrainedToke
 
 
 def tokenise_chats(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], spans: Sequence[Sequence[Span]], fates: Sequence[Fate]
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    spans: Sequence[Sequence[Span]],
+    fates: Sequence[Fate],
+    pieces: Pieces | None = None,
 ) -> list[Prepared]:
-    """Rendered conversations, trained on the given character spans. Nothing is added: the template wrote all marks."""
-    rows = []
-    for (ids, encoding), text, parts, fate in zip(encoded(tokenizer, texts), texts, spans, fates, strict=True):
-        cuts = []
-        for start, end in parts:
-            begin, merged = _cut(tokenizer, ids, encoding, text, start)
+    """Rendered conversations, trained on the given character spans. Nothing is added: the template wrote all marks.
+
+    With `pieces` of the tokenizer, in a third of the time where spans start and end as pieces do.
+    """
+    rows: dict[int, Prepared] = {}
+    if pieces is not None:
+        tokenizer("")  # as in `encoded`
+        for i, text in enumerate(texts):
+            found = pieces.encode(text, spans[i])
+            if found is not None:
+                rows[i] = prepared(*found, fates[i])
+    whole = [i for i in range(len(texts)) if i not in rows]
+    for i, (ids, encoding) in zip(whole, encoded(tokenizer, [texts[i] for i in whole]), strict=True):
+        text, fate, cuts = texts[i], fates[i], []
+        for start, end in spans[i]:
+            begin, merged = _cut(tokenizer, ids, encoding, text, start) if start else (0, False)
             stop = len(ids) if end >= len(text) else _end(tokenizer, ids, encoding, text, end)
             cuts.append((max(begin, cuts[-1][1]) if cuts else begin, stop))
             fate |= Fate.MERGED if merged else NOTHING
-        rows.append(prepared(ids, cuts, fate))
-    return rows
+        rows[i] = prepared(ids, cuts, fate)
+    return [rows[i] for i in range(len(texts))]
 
 
 def encoded(
@@ -125,6 +140,8 @@ def encoded(
     Texts handed over together are tokenised by threads of the tokenizer's own: on two processors in two thirds of the
     time of one thread, for a third more of theirs. So not where torch was told to do with one thread.
     """
+    if not texts:
+        return
     tokenizer("")  # whatever truncation and padding it was saved with are off from here on
     if tokenizer.is_fast and torch.get_num_threads() == 1:
         for text in texts:
@@ -154,8 +171,8 @@ def _end(tokenizer, ids: list[int], encoding: Encoding | None, text: str, end: i
     token = _covering(encoding, end, len(text))
     while token < len(encoding) and encoding.token_to_chars(token)[0] < end:
         token += 1
-    while token and encoding.token_to_chars(token - 1)[0] >= end:
-        token -= 1
+    while token and encoding.token_to_chars(token - 1)[0] >= end and encoding.token_to_chars(token - 1)[1] > end:
+        token -= 1  # but not white space trimmed to nothing, which was before its end
     return token
 
 

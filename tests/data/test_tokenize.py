@@ -133,6 +133,17 @@ def test_spans_of_a_conversation(trim_offsets):
     assert row.fate == Fate.REWRITTEN
 
 
+@pytest.mark.parametrize("trim_offsets", [False, True])
+@pytest.mark.parametrize(
+    ("text", "span", "trained"),
+    [("x </s>x", (0, 2), [X, SPACE]), (" xx", (0, 2), [SPACE, X]), (" ", (0, 1), [SPACE])],
+)
+def test_white_space_without_offsets_is_trained_where_it_stands(trim_offsets, text, span, trained):
+    (row,) = tokenise_chats(make(trim_offsets=trim_offsets), [text], [[span]], [Fate(0)])
+    assert [label for label in row.labels if label != -100] == trained
+    assert row.labels[: len(trained)] == trained
+
+
 def test_letters_of_several_tokens_belong_together():
     """é is two bytes, each a token with the offsets of the letter."""
     tokenizer = Tokenizer(
