@@ -156,6 +156,10 @@ class PreferenceTrainer(BaseTrainer):
         """The loss of each row, (n,), from scores of all the rows that it depends on; where `needs_whole_step`."""
         raise TypeError(f"{type(self).__name__} must define `row_losses`")
 
+    def ahead(self, model: Module, batch: Batch) -> Any:
+        """What is computed of each micro-batch before the first is trained: `parts`, or as much as `row_losses` need."""
+        return self.parts(model, batch)
+
     def look_ahead(self, batches: list[Batch]) -> None:
         num_processes = self.accelerator.num_processes
         if not self.needs_whole_step or (len(batches) == 1 and num_processes == 1):
@@ -164,7 +168,7 @@ class PreferenceTrainer(BaseTrainer):
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free ones hold other weights in evaluation
             self.optimizer.train()
         with torch.no_grad(), self.compute_loss_context_manager():
-            run = partial(self.parts, self.model_wrapped)
+            run = partial(self.ahead, self.model_wrapped)
             whole_step.look_ahead(batches, run, num_processes, self.accelerator.process_index)
 
     def count(self, batch: Batch) -> StepCounts:
