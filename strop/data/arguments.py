@@ -134,3 +134,14 @@ class PreferenceArguments:
 
     disable_dropout: bool = True
     """Switch off dropout, so that policy and reference are compared without noise."""
+
+
+@dataclass
+class StepArguments:
+    """How the steps of a solution are told apart and judged."""
+
+    step_separator: str = "\n"
+    """Text behind each step; the judgement of the step is read at its last token."""
+
+    train_on_last_step_only: bool = False
+    """Train on the judgement of the last step only (the evaluation set keeps all)."""

@@ -155,14 +155,13 @@ def at_row(index: int, name: str, function, *arguments):
         raise ValueError(f"{name} row {index}: {error}") from error
 
 
-def refuse_images(row: Row) -> None:
-    """Raise ValueError for a row with pictures."""
+def refuse_images(row: Row, method: str = "supervised fine-tuning") -> None:
+    """Raise ValueError for a row with pictures, which `method` can't use."""
     columns = [c for c in ("image", "images") if row.get(c) is not None and row[c] != []]
     if columns:
         raise ValueError(
-            f"column {columns[0]!r} holds images, which supervised fine-tuning does not prepare; training on the text "
-            f"alone "
-            "would teach answers about pictures the model never sees. Remove the column if the text stands on its own"
+            f"column {columns[0]!r} holds images, which {method} does not prepare; training on the text alone would "
+            "teach answers about pictures the model never sees. Remove the column if the text stands on its own"
         )
 
 

@@ -13,12 +13,11 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from strop.data.chat import ChatTemplate
 from strop.data.collate import IGNORE, SupervisedCollator
 from strop.data.formats import CHECKED_ROWS, detect
 from strop.data.recipe import Recipe, RowMaker
 from strop.data.report import GONE, Fate
-from strop.data.turns import assistant_spans
+from strop.data.turns import stop_token_ids
 
 Mark = Literal["trained", "context", "pad"]
 Stop = Literal["trained", "not trained", "absent", "nothing trained"]
@@ -54,6 +53,8 @@ class ExplainedRow:
     """The row before preparation."""
     num_cut: int = 0
     """Tokens lost to max_length."""
+    side: str = ""
+    """Which of the row's answers it is, where there are several."""
 
     @property
     def marks(self) -> list[Mark]:
@@ -212,28 +213,6 @@ def warnings_about(
         yield f"ends in {num_padding} padding tokens: the trainer pads by itself, so they cost time only"
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What ends an answer: the end-of-sequence token, and the token that the chat template puts after an answer."""
-    end: Any = tokenizer.eos_token_id
-    return sorted({index for index in (end, end_of_turn(tokenizer)) if index is not None})
-
-
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The added token that the chat template puts after an answer; None without one, or where it can't be told."""
-    if not tokenizer.chat_template:
-        return None
-    answer = "An answer."
-    messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
-    template = ChatTemplate(tokenizer)
-    try:
-        text, (span,), _ = assistant_spans(template.conversation({}), messages)
-    except ValueError:  # a template that some rows can do without need not take these messages
-        return None
-    marker = text[slice(*span)].partition(answer)[2].strip()
-    added: dict[str, int] = tokenizer.get_added_vocab()  # type: ignore[operator]
-    return added.get(marker) if marker else None
-
-
 # Tokens as text
 
 
@@ -279,6 +258,7 @@ def as_json(rows: Sequence[ExplainedRow], report: Any = None) -> str:
     """{"rows": [...], "report": ...}; in each row `tokens`, `input_ids`, `trained` and `labels` are aligned."""
     fields = (
         "index",
+        "side",
         "raw",
         "tokens",
         "input_ids",
@@ -300,7 +280,11 @@ def as_json(rows: Sequence[ExplainedRow], report: Any = None) -> str:
 
 def headline(row: ExplainedRow) -> str:
     """Counts of a row in one line."""
-    parts = [f"row {row.index}", f"{len(row.tokens)} tokens", f"{row.num_trained} trained ({row.share:.1%})"]
+    parts = [
+        f"row {row.index} {row.side}".rstrip(),
+        f"{len(row.tokens)} tokens",
+        f"{row.num_trained} trained ({row.share:.1%})",
+    ]
     if len(row.segments) > 1:
         parts.append(f"{len(row.segments)} segments of {', '.join(map(str, row.segments))}")
     if row.num_cut:

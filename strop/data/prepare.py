@@ -5,10 +5,10 @@ Preparing twice is preparing once: rows that are prepared, packed or cut to leng
 
 import gc
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
 import numpy as np
@@ -44,6 +44,22 @@ WARNINGS = {
     'train_on_turns="expand" renders each turn as at inference',
 }
 """What is warned about where a report counts any of it."""
+
+
+class Maker(Protocol):
+    """What makes tables of input_ids, labels and `COUNTS` of batches of rows."""
+
+    tokenizer: PreTrainedTokenizerBase
+    recipe: Any
+    """Its settings, with a max_length."""
+    name: str
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What the rows it makes depend on, beside its tokenizer."""
+
+    def __call__(self, batch: Mapping[str, Sequence], indices: Sequence[int]) -> pa.Table: ...
+
 
 PREPARED = "prepared by strop"
 """Left in a data set's description, so that shuffling it once is enough."""
@@ -82,7 +98,7 @@ def prepare(
             'stop; set eos_token="..."', name,
         )  # fmt: skip
     if isinstance(dataset, IterableDataset):
-        _try_out(maker, first_rows)
+        try_out(maker, first_rows)
         return _prepared_stream(dataset, maker, report, args, packing), report
     return _prepared_set(dataset, maker, report, args, packing), report
 
@@ -104,7 +120,9 @@ def as_dataset(rows: AnyRows, name: str = "train") -> Dataset | IterableDataset:
     Raises ValueError for a dictionary of splits and for data sets with a transform, whose rows are not what they hold.
     """
     if isinstance(rows, dict):
-        raise ValueError(f"the {name} data set is a dictionary with the splits {sorted(rows)}; pass one of them")
+        raise ValueError(
+            f"the {name} data set is a {type(rows).__name__} with the splits {sorted(rows)}; pass one of them"
+        )
     if isinstance(rows, Dataset):
         if rows.format["type"] == "custom":
             raise ValueError(
@@ -201,10 +219,10 @@ def check_ids(dataset: Dataset, vocabulary_size: int, name: str) -> None:
 
 def _prepared_set(dataset: Dataset, maker: RowMaker, report: PreparationReport, args: Any, packing: bool) -> Dataset:
     was_prepared = dataset.info.description == PREPARED
-    if _counts_as_prepared(dataset, maker.recipe, report):
+    if counts_as_prepared(dataset, maker.recipe, report):
         kept = dataset.with_format(None)  # a copy, so that the description of the original stays as it is
     else:
-        kept = _made(dataset, maker, report, args)
+        kept = map_rows(dataset, maker, report, args)
     if args.shuffle_dataset and not was_prepared:
         kept = kept.shuffle(seed=args.seed)
     if packing and "seq_lengths" not in kept.column_names:
@@ -215,9 +233,9 @@ def _prepared_set(dataset: Dataset, maker: RowMaker, report: PreparationReport, 
     return kept
 
 
-def _made(dataset: Dataset, maker: RowMaker, report: PreparationReport, args: Any) -> Dataset:
+def map_rows(dataset: Dataset, maker: Maker, report: PreparationReport, args: Any) -> Dataset:
     """The rows that `maker` makes, without those that are dropped; counted, and warned about."""
-    with _older_objects_frozen():
+    with older_objects_frozen():
         counted = dataset.map(
             maker,
             batched=True,
@@ -225,7 +243,7 @@ def _made(dataset: Dataset, maker: RowMaker, report: PreparationReport, args: An
             remove_columns=dataset.column_names,
             num_proc=args.dataset_num_proc,
             features=_features(counts=True, packed="seq_lengths" in dataset.column_names),
-            new_fingerprint=_fingerprint(dataset, maker),
+            new_fingerprint=fingerprint(dataset, maker.tokenizer, *maker.key),
             desc=f"Preparing {report.name}",
         )
     fates = _count(counted, report, rows_in=len(dataset))
@@ -237,7 +255,7 @@ def _made(dataset: Dataset, maker: RowMaker, report: PreparationReport, args: An
 
 
 @contextmanager
-def _older_objects_frozen() -> Iterator[None]:
+def older_objects_frozen() -> Iterator[None]:
     """Within it the garbage collector looks at new objects only.
 
     Else it goes through all of torch and transformers again and again while rows are made, for a tenth of the time.
@@ -252,7 +270,7 @@ def _older_objects_frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _counts_as_prepared(dataset: Dataset, recipe: Recipe, report: PreparationReport) -> bool:
+def counts_as_prepared(dataset: Dataset, recipe: Recipe, report: PreparationReport) -> bool:
     """Whether nothing is left to do to any row; if so, they are counted."""
     columns = set(dataset.column_names)
     if not {"input_ids", "labels"} <= columns <= {"input_ids", "labels", "seq_lengths"}:
@@ -340,19 +358,11 @@ def _warn(report: PreparationReport, told: set[str] | None = None) -> None:
             told.add(count)
 
 
-def _fingerprint(dataset: Dataset, maker: RowMaker) -> str:
+def fingerprint(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *settings: str) -> str:
     """What the prepared rows depend on, as the key of the cache; random where nothing would be cached."""
     if not dataset.cache_files or not datasets.is_caching_enabled():
         return generate_random_fingerprint()
-    key = (
-        dataset._fingerprint,
-        strop.__version__,
-        _tokenizer_key(maker.tokenizer),
-        repr(maker.recipe),
-        repr(maker.found),
-        Hasher.hash(maker.formatting_func),
-    )
-    return Hasher.hash(key)
+    return Hasher.hash((dataset._fingerprint, strop.__version__, _tokenizer_key(tokenizer), *settings))
 
 
 def _tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> tuple:
@@ -365,7 +375,7 @@ def _tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> tuple:
 # Streams
 
 
-def _try_out(maker: RowMaker, rows: list[dict[str, Any]]) -> None:
+def try_out(maker: Maker, rows: list[dict[str, Any]]) -> None:
     """Prepare the first rows of a stream, so that what is wrong with them is known before a model is loaded."""
     trial = PreparationReport(maker.name)
     columns = dict.fromkeys(column for row in rows for column in row)
@@ -379,23 +389,28 @@ def _prepared_stream(
     dataset: IterableDataset, maker: RowMaker, report: PreparationReport, args: Any, packing: bool
 ) -> IterableDataset:
     columns = dataset.column_names or list(next(iter(dataset)))
-    packed = "seq_lengths" in columns
     if args.shuffle_dataset:
         dataset = dataset.shuffle(seed=args.seed)
-    stream = dataset.map(
+    stream = map_stream(dataset, maker, report)
+    return _packed(stream, args) if packing and "seq_lengths" not in columns else stream
+
+
+def map_stream(dataset: IterableDataset, maker: Maker, report: PreparationReport) -> IterableDataset:
+    """The rows that `maker` makes as they are read, without those that are dropped; counted meanwhile."""
+    columns = dataset.column_names or list(next(iter(dataset)))
+    return dataset.map(
         StreamMaker(maker, report),
         batched=True,
         with_indices=True,
         remove_columns=columns,
-        features=_features(counts=False, packed=packed),
+        features=_features(counts=False, packed="seq_lengths" in columns),
     )
-    return _packed(stream, args) if packing and not packed else stream
 
 
 class StreamMaker:
-    """A RowMaker that counts as rows pass and leaves out those without tokens."""
+    """A maker that counts as rows pass and leaves out those without tokens."""
 
-    def __init__(self, maker: RowMaker, report: PreparationReport):
+    def __init__(self, maker: Maker, report: PreparationReport):
         self.maker = maker
         self.report = report
         self.told: set[str] = set()

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import pyarrow as pa
+from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
 from strop.data.chat import ChatTemplate
@@ -203,6 +204,11 @@ class RowMaker:
     @cached_property
     def pieces(self) -> Pieces | None:
         return pieces_of(self.tokenizer)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What the rows it makes depend on, beside its tokenizer."""
+        return repr(self.recipe), repr(self.found), Hasher.hash(self.formatting_func)
 
     @property
     def trains_completion_only(self) -> bool:

@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Fate(IntFlag):
-    """What happened to a row; kept beside it in one byte while it is prepared."""
+    """What happened to a row; kept beside it in one number while it is prepared."""
 
     TRUNCATED = 1
     DROPPED = 2
@@ -22,6 +22,12 @@ class Fate(IntFlag):
     """A token holds the end of the prompt and the start of the completion."""
     REWRITTEN = 64
     """The chat template renders an earlier turn otherwise than when it was the last."""
+    PROMPT_CUT = 128
+    """The prompt lost its start."""
+    EQUAL = 256
+    """All answers that are compared have the same tokens."""
+    EMPTY = 512
+    """An answer says nothing."""
 
 
 GONE = Fate.DROPPED | Fate.UNTRAINABLE
@@ -109,3 +115,49 @@ class PreparationReport:
         parts += [f"{self.tokens_lost} lost"] if self.tokens_lost else []
         p50, p90, p99, longest = (self.percentile(p) for p in (50, 90, 99, 100))
         return f"{self.name}: {', '.join(parts)}; lengths p50 {p50}, p90 {p90}, p99 {p99}, max {longest}"
+
+
+@dataclass
+class PreferenceReport(PreparationReport):
+    """Counts over rows of a prompt with answers, which are called completions here.
+
+    A row's length is that of its prompt with its longest completion. `trained_tokens` are those of completions.
+    """
+
+    truncated_prompts: int = 0
+    """Rows whose prompt lost its start."""
+    truncated_completions: int = 0
+    """Completions whose end was cut off."""
+    lost_ends: int = 0
+    """Completions that lost the token that ends them."""
+    equal_rows: int = 0
+    """Rows kept whose completions are the same tokens, after truncation: there is nothing to prefer."""
+    empty_sides: int = 0
+    """Rows with a completion that says nothing."""
+
+    def count_rows(self, counts: dict[str, np.ndarray], rows_in: int) -> None:
+        """Add rows by their `COUNTS`: as in `count`, and tokens, completions cut and ends lost."""
+
+        def having(fate: Fate) -> int:
+            return int(np.count_nonzero(counts["fate"] & int(fate)))
+
+        self.rows_in += rows_in
+        self.count(counts["fate"], counts["length"], counts["lost"], counts["before"])
+        self.tokens += int(counts["tokens"].sum())
+        self.trained_tokens += int(counts["trained"].sum())
+        self.truncated_prompts += having(Fate.PROMPT_CUT)
+        self.truncated_completions += int(counts["cut"].sum())
+        self.lost_ends += int(counts["ends"].sum())
+        self.equal_rows += having(Fate.EQUAL)
+        self.empty_sides += having(Fate.EMPTY)
+
+    def __str__(self) -> str:
+        shares = [
+            (self.truncated_prompts, "prompts truncated"),
+            (self.truncated_completions, "completions truncated"),
+            (self.lost_ends, "ends lost"),
+            (self.equal_rows, "with equal completions"),
+            (self.empty_sides, "with an empty completion"),
+        ]
+        more = "".join(f"; {count} {what}" for count, what in shares if count)
+        return super().__str__() + more

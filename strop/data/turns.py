@@ -15,9 +15,11 @@ Where neither is conclusive, ValueError: a wrong mask trains the wrong thing and
 """
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
-from strop.data.chat import Conversation, common_prefix
+from transformers import PreTrainedTokenizerBase
+
+from strop.data.chat import ChatTemplate, Conversation, common_prefix
 from strop.data.formats import Message
 
 Span = tuple[int, int]
@@ -75,6 +77,28 @@ def completion_start(conversation: Conversation, prompt: list[Message], completi
         return text, _by_sentinel(conversation, messages, len(prompt), text, 0)[0]
     except Unproven as reason:
         raise _unproven(conversation, len(prompt), reason) from reason
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What ends an answer: the end-of-sequence token, and the token that the chat template puts after an answer."""
+    end: Any = tokenizer.eos_token_id
+    return sorted({index for index in (end, end_of_turn(tokenizer)) if index is not None})
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The added token that the chat template puts after an answer; None without one, or where it can't be told."""
+    if not tokenizer.chat_template:
+        return None
+    answer = "An answer."
+    messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
+    template = ChatTemplate(tokenizer)
+    try:
+        text, (span,), _ = assistant_spans(template.conversation({}), messages)
+    except ValueError:  # a template that some rows can do without need not take these messages
+        return None
+    marker = text[slice(*span)].partition(answer)[2].strip()
+    added: dict[str, int] = tokenizer.get_added_vocab()  # type: ignore[operator]
+    return added.get(marker) if marker else None
 
 
 def _unproven(conversation: Conversation, k: int, reason: Exception) -> ValueError:

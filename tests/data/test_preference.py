@@ -24,7 +24,7 @@ def test_prompt_and_sides_rebuild_the_texts(bpe_tokenizer):
     ("chosen", "rejected", "prompt"),
     [
         ("The sky is blue", "The sky is green", "The sky is"),
-        ("The sky is", "The sky is blue", "The sky"),  # a side keeps at least a character, and with it its token
+        ("The sky is", "The sky is blue", "The sky is"),  # an answer that ends there: the token that ends it is left
         ("blue", "green", ""),
     ],
 )
@@ -52,17 +52,17 @@ def test_completions_are_cut_and_never_emptied(bpe_tokenizer):
     cut = prepared([row], bpe_tokenizer, max_length=length + 2)[0]
     assert cut["prompt_ids"] == whole["prompt_ids"]
     assert (cut["chosen_ids"], cut["rejected_ids"]) == (whole["chosen_ids"][:2], whole["rejected_ids"][:2])
-    with pytest.raises(ValueError, match=f"row 0 .* prompt of {length} tokens leaves nothing of the chosen"):
+    with pytest.raises(ValueError, match=f"no row .* has room for .* longest prompt has {length} tokens"):
         prepared([row], bpe_tokenizer, max_length=length)
 
 
 def test_preparing_twice_is_preparing_once(bpe_tokenizer):
     once = prepared([{"prompt": "a", "chosen": " b", "rejected": " c"}], bpe_tokenizer)
-    assert prepare_preference(once, bpe_tokenizer, PreferenceArguments(max_length=1))[0] is once
+    assert prepare_preference(once, bpe_tokenizer, PreferenceArguments())[0] is once
 
 
 def test_missing_sides_are_named(bpe_tokenizer):
-    with pytest.raises(ValueError, match=r"has the columns \['text'\], but pairs need 'chosen' and 'rejected'"):
+    with pytest.raises(ValueError, match=r"train row 0: it needs 'chosen' and 'rejected', .* not among \['text'\]"):
         prepared([{"text": "x"}], bpe_tokenizer)
 
 
