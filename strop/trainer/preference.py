@@ -157,7 +157,7 @@ class PreferenceTrainer(BaseTrainer):
         raise TypeError(f"{type(self).__name__} must define `row_losses`")
 
     def ahead(self, model: Module, batch: Batch) -> Any:
-        """What is computed of each micro-batch before the first is trained: `parts`, or as much as `row_losses` need."""
+        """What is computed of a micro-batch before the first is trained: `parts`, or what `row_losses` read of it."""
         return self.parts(model, batch)
 
     def look_ahead(self, batches: list[Batch]) -> None:
