@@ -1,19 +1,17 @@
 """Averaged weights: an exponential moving average of the trained weights, corrected for its lag."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import TrainerCallback
 
-FILE = "bema.safetensors"
+from strop.models.reference import FrozenModel, FrozenWeights, weights_replaced
+
+from .state import TensorState, refuse_shards
+from .sync_ref import counterparts
 
 
-class BEMACallback(TrainerCallback):
+class BEMACallback(TensorState):
     """Bias-corrected moving average of the weights (BEMA, arXiv:2508.00180), saved to `<output_dir>/bema` at the end.
 
     With theta_0 the weights at step `update_after`, every `update_freq` optimizer steps t after it
@@ -23,9 +21,13 @@ class BEMACallback(TrainerCallback):
         ema   = (1 - beta) ema + beta theta
         bema  = ema + alpha (theta - theta_0)
 
-    Only trainable weights are averaged, on `device`, in float32 or finer. Each checkpoint holds the average, and a
-    resumed run goes on with it. Refuses weights sharded by ZeRO-3 or FSDP, and runs too short for a single update.
+    Only trainable weights are averaged, on `device`, in float32 or finer. With `update_ref_model` the reference of a
+    `DPOTrainer` becomes the average every `ref_model_update_freq` steps from step `ref_model_update_after` on. Each
+    checkpoint holds the average (and the reference), and a resumed run goes on with it. Refuses weights sharded by
+    ZeRO-3 or FSDP, and runs too short for a single update.
     """
+
+    file = "bema.safetensors"
 
     def __init__(
         self,
@@ -37,10 +39,23 @@ class BEMACallback(TrainerCallback):
         multiplier: float = 1.0,
         min_ema_multiplier: float = 0.0,
         device: str = "cpu",
+        update_ref_model: bool = False,
+        ref_model_update_freq: int = 400,
+        ref_model_update_after: int = 0,
     ):
         if update_freq < 1:
             raise ValueError(
                 f"update_freq={update_freq}: the average is updated every that many steps, so it must be 1 or more."
+            )
+        if ref_model_update_freq < 1:
+            raise ValueError(
+                f"ref_model_update_freq={ref_model_update_freq}: the reference is updated every that many steps, so it "
+                "must be 1 or more."
+            )
+        if not update_ref_model and (ref_model_update_freq, ref_model_update_after) != (400, 0):
+            raise ValueError(
+                f"ref_model_update_freq={ref_model_update_freq} and ref_model_update_after={ref_model_update_after} "
+                "have no effect with update_ref_model=False; set it to True or remove them."
             )
         self.update_freq = update_freq
         self.ema_power = ema_power
@@ -54,6 +69,13 @@ class BEMACallback(TrainerCallback):
         """theta_0, by parameter name."""
         self.ema: dict[str, Tensor] = {}
         self.bema: dict[str, Tensor] = {}
+        self.update_ref_model = update_ref_model
+        self.ref_model_update_freq = ref_model_update_freq
+        self.ref_model_update_after = ref_model_update_after
+        self.reference: FrozenModel | FrozenWeights | None = None
+        """What `update_ref_model` moves; the trainer says so."""
+        self.moving: dict[str, Tensor] = {}
+        """The reference's counterparts of the trained weights."""
 
     def beta(self, step: int) -> float:
         """Weight of the current weights in the moving average at `step`."""
@@ -82,7 +104,7 @@ class BEMACallback(TrainerCallback):
 
     def state(self) -> dict[str, Tensor]:
         """All that a resumed run needs, by names such as "ema/model.norm.weight"."""
-        parts = {"start": self.start, "ema": self.ema, "bema": self.bema}
+        parts = {"start": self.start, "ema": self.ema, "bema": self.bema, "moving": self.moving}
         return {
             f"{part}/{name}": weight.contiguous() for part, weights in parts.items() for name, weight in weights.items()
         }
@@ -91,18 +113,23 @@ class BEMACallback(TrainerCallback):
         """Takes up what `state` returned."""
         for key, weight in state.items():
             part, _, name = key.partition("/")
-            getattr(self, part)[name] = weight.to(self.device)
+            if part == "moving":
+                self.moving[name].copy_(weight)
+            else:
+                getattr(self, part)[name] = weight.to(self.device)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        refuse_shards(args)
+        refuse_shards(args, "BEMACallback")
         if state.max_steps < self.update_after + self.update_freq:
             raise ValueError(
                 f"BEMACallback(update_freq={self.update_freq}, update_after={self.update_after}) would never update "
                 f"its average in a run of {state.max_steps} steps, and save the weights the run began with. Choose a "
                 "smaller update_freq."
             )
+        if self.update_ref_model:
+            self.moving = self.reference_weights(model)
         if state.global_step > 0:
-            self.load_state(load_file(self.checkpointed(args, state)))
+            self.resume(args, state, "weight average")
         else:
             self.restart(model)
             self.bema = {name: weight.clone() for name, weight in self.start.items()}
@@ -113,10 +140,10 @@ class BEMACallback(TrainerCallback):
             self.restart(model)
         elif since > 0 and since % self.update_freq == 0:
             self.update(model, state.global_step)
-
-    def on_save(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
-            save_file(self.state(), checkpoint_folder(args, state) / FILE)
+        since = state.global_step - self.ref_model_update_after
+        if since >= 0 and since % self.ref_model_update_freq == 0:
+            for name, reference in self.moving.items():
+                reference.copy_(self.bema[name])
 
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         if not state.is_world_process_zero:
@@ -127,43 +154,10 @@ class BEMACallback(TrainerCallback):
         if processing_class is not None:
             processing_class.save_pretrained(folder)
 
-    def checkpointed(self, args: Any, state: Any) -> Path:
-        """The file of the average in the checkpoint that the run resumes from."""
-        file = checkpoint_folder(args, state) / FILE
-        if not file.is_file():
+    def reference_weights(self, model: nn.Module) -> dict[str, Tensor]:
+        """The reference's counterparts of the trained weights."""
+        if self.reference is None:
             raise ValueError(
-                f"the run resumes at step {state.global_step}, but there is no {file}, so its weight average can't go "
-                f"on. Resume from a checkpoint in {args.output_dir} that was saved with BEMACallback, or leave the "
-                "callback out."
+                "BEMACallback(update_ref_model=True) has no reference to update; only a DPOTrainer has one that moves"
             )
-        return file
-
-
-def checkpoint_folder(args: Any, state: Any) -> Path:
-    """Where the trainer puts the checkpoint of the current step."""
-    return Path(args.output_dir, f"checkpoint-{state.global_step}")
-
-
-def refuse_shards(args: Any) -> None:
-    """Refuses runs in which no process holds whole weights."""
-    from transformers.integrations import is_deepspeed_zero3_enabled
-
-    if is_deepspeed_zero3_enabled() or args.fsdp:
-        raise ValueError(
-            "BEMACallback averages whole weights, and ZeRO-3 and FSDP leave each process a part of them. Run it with "
-            "DDP or ZeRO-2, or leave it out."
-        )
-
-
-@contextmanager
-def weights_replaced(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
-    """Within it, the parameters of `model` named in `weights` have these values; afterwards their own again."""
-    parameters = {name: parameter for name, parameter in model.named_parameters() if name in weights}
-    own = {name: parameter.data for name, parameter in parameters.items()}
-    try:
-        for name, parameter in parameters.items():
-            parameter.data = weights[name].to(parameter.device, parameter.dtype)
-        yield
-    finally:
-        for name, parameter in parameters.items():
-            parameter.data = own[name]
+        return counterparts(self.reference.weights, model)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from strop.callbacks.progress import install_progress
+from strop.callbacks.state import TensorState
 from strop.data.collate import Batch, as_batch, keep_examples
 from strop.losses.reduce import StepCounts
 from strop.models.offload import OffloadActivations
@@ -245,11 +246,17 @@ class BaseTrainer(transformers.Trainer):
         self._is_staging = True
         try:
             super()._save_checkpoint(model, trial)
+            self._save_callbacks(Path(self._get_output_dir(trial)))
         finally:
             self._is_staging = False
         self.accelerator.wait_for_everyone()
         self._publish_checkpoint(Path(run_dir), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         self.accelerator.wait_for_everyone()
+
+    def _save_callbacks(self, run_dir: Path) -> None:
+        for callback in self.callback_handler.callbacks if self.args.should_save else ():
+            if isinstance(callback, TensorState):
+                callback.on_checkpoint(run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
 
     def _save(self, output_dir=None, state_dict=None):
         """As in transformers, and what is only for training, a cache switched off, isn't written."""

@@ -148,7 +148,7 @@ class BaseConfig(transformers.TrainingArguments):
         for name in ("eos_token", "pad_token"):  # super() takes them for secrets
             if name in values:
                 values[name] = getattr(self, name)
-        return {name: function_name(value) if callable(value) else value for name, value in values.items()}
+        return {name: _without_functions(value) for name, value in values.items()}
 
 
 @accepts_old_names
@@ -192,6 +192,12 @@ def mixed_precision_of(device_type: str) -> str:
     if device_type == "mps":
         return "no"
     return "bf16" if transformers.utils.is_torch_bf16_gpu_available() else "fp16"
+
+
+def _without_functions(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_functions(part) for part in value]
+    return function_name(value) if callable(value) else value
 
 
 def function_name(function: Callable) -> str:

@@ -1,79 +1,43 @@
-"""Direct preference optimisation: a pair's two completions, one forward pass, one line of `PREFERENCE_LOSSES`."""
+"""Direct preference optimisation: a pair's two completions, one forward pass, one line of `PREFERENCE_LOSSES`.
+
+log pi of both  -  log ref of both  =  log-ratios  -->  losses of the pair, weighted and added up
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from strop.callbacks.sync_ref import SyncRefModelCallback
+from strop.callbacks.alarms import PreferenceAlarm
 from strop.compat import accepts_old_names
 from strop.data.collate import Batch
-from strop.losses.preference import PREFERENCE_LOSSES, Pairs
+from strop.losses.preference import F_DIVERGENCES, Pairs, ld_sum, wpo_weight
 from strop.losses.reduce import masked_sum
-from strop.models.load import load_model
-from strop.models.logps import logps
-from strop.models.reference import FrozenModel, reference_for
+from strop.models.logps import TokenScores, logps
 
-from . import checks
-from .layout import settle_layout
+from . import whole_step
+from .dpo_config import WHOLE_STEP, DPOConfig
 from .meter import Metrics
-from .preference import Parts, PreferenceConfig, PreferenceTrainer, Rows, means_of
+from .preference import Parts, Rows, means_of
+from .referenced import ReferencedTrainer
+
+__all__ = ["DPOConfig", "DPOTrainer"]
 
 
 @accepts_old_names
-@dataclass
-class DPOConfig(PreferenceConfig):
-    """Settings of direct preference optimisation."""
-
-    learning_rate: float = 1e-6
-    """Peak learning rate of the optimizer."""
-
-    loss_type: str = "sigmoid"
-    """Loss of a pair: a key of `strop.losses.preference.PREFERENCE_LOSSES`."""
-
-    beta: float = 0.1
-    """Scale of the implicit reward log pi/ref, in 1/nat; larger keeps the policy closer to the reference."""
-
-    label_smoothing: float = 0.0
-    """Chance that a preference label is flipped, in [0, 0.5); only with loss_type="sigmoid"."""
-
-    sync_ref_model: bool = False
-    """Let the reference follow the policy (TR-DPO, arXiv:2404.09656)."""
-
-    ref_model_sync_steps: int = 512
-    """Optimizer steps between two updates of the reference."""
-
-    ref_model_mixup_alpha: float = 0.6
-    """Share of the policy in the updated reference, in (0, 1]."""
-
-    def __post_init__(self):
-        checks.one_of("loss_type", self.loss_type, PREFERENCE_LOSSES)
-        checks.within("label_smoothing", self.label_smoothing, 0, 0.5)
-        checks.at_least("ref_model_sync_steps", self.ref_model_sync_steps, 1)
-        if not 0 < self.ref_model_mixup_alpha <= 1:
-            raise ValueError(
-                f"ref_model_mixup_alpha={self.ref_model_mixup_alpha} is out of range; a share is in (0, 1]."
-            )
-        if self.label_smoothing and self.loss_type != "sigmoid":
-            raise ValueError(
-                f"label_smoothing={self.label_smoothing} would have no effect with loss_type={self.loss_type!r}; use "
-                'loss_type="sigmoid" or label_smoothing=0'
-            )
-        if self.beta <= 0:
-            raise ValueError(f"beta={self.beta} is out of range; the scale of the implicit reward must be positive")
-        super().__post_init__()
-
-
-@accepts_old_names
-class DPOTrainer(PreferenceTrainer):
+class DPOTrainer(ReferencedTrainer):
     """Trains a policy on pairs of a preferred and a dispreferred completion, relative to a reference policy.
 
     Rows have `prompt`, `chosen` and `rejected`, as texts or lists of messages; the prompt may be part of both sides
-    instead. Without `ref_model` the reference is the model as it is now. Metrics: `rewards/chosen`, `rewards/rejected`
-    (beta log pi/ref), `rewards/margins`, `rewards/accuracies` (ties count half), `logps/chosen`, `logps/rejected`.
+    instead. Without `ref_model` the reference is the model as it is now. `predict` returns, and `compute_metrics`
+    reads, the implicit rewards (rows, 2) of chosen and rejected; labels are 0, the chosen's column.
+
+    Metrics: `rewards/chosen`, `rewards/rejected` (beta log pi/ref), `rewards/margins`, `rewards/accuracies` (ties count
+    half), `logps/chosen`, `logps/rejected`, `entropy` (nats) of all completions' tokens, `mean_token_accuracy` of the
+    chosen's, `nll_loss` of these where the loss has such a term, `aux_loss` for mixtures of experts, `num_tokens`.
     """
 
     config_class = DPOConfig
@@ -94,10 +58,9 @@ class DPOTrainer(PreferenceTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
     ):
-        if compute_metrics is not None:
-            raise ValueError("compute_metrics would get no predictions: pairs are scored, not predicted. Remove it.")
         super().__init__(
             model,
+            ref_model,
             args,
             data_collator,
             train_dataset,
@@ -105,48 +68,89 @@ class DPOTrainer(PreferenceTrainer):
             processing_class,
             quantization_config=quantization_config,
             peft_config=peft_config,
+            compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        self.reference = self._settled_reference(ref_model)
-        self.pair_loss = PREFERENCE_LOSSES[self.args.loss_type]
+        self.add_callback(PreferenceAlarm())
 
-    def _settled_reference(self, ref_model: str | Module | None):
-        if isinstance(ref_model, str):
-            ref_model = load_model(ref_model, self.args)
-        if ref_model is not None:
-            settle_layout(ref_model, self.args.layout)
-        reference = reference_for(self.model, ref_model)
-        if isinstance(reference, FrozenModel):
-            reference.model.to(self.args.device)
-        if self.args.sync_ref_model:
-            if not isinstance(reference, FrozenModel):
+    # Loss
+
+    @property
+    def needs_whole_step(self) -> bool:
+        return not set(WHOLE_STEP).isdisjoint(self.args.loss_type)
+
+    def row_losses(self, pairs: Pairs) -> Tensor:
+        """(n,): the weighted sum of the losses of each pair."""
+        total = torch.zeros_like(pairs.chosen)
+        for weight, loss in self.args.pair_losses:
+            losses = loss(pairs, self.args.beta, **self.args.loss_options(loss))
+            if losses.shape != total.shape:
                 raise ValueError(
-                    "sync_ref_model=True needs a reference with weights of its own; pass ref_model beside the adapter"
+                    f"the function given as loss_type returned {tuple(losses.shape)} for {len(total)} pairs; it must "
+                    "return the loss of each pair (their mean is taken afterwards)"
                 )
-            self.add_callback(SyncRefModelCallback(reference.model))
-        return reference
+            total = total + weight * losses
+        return total
 
     def parts(self, model: Module, batch: Batch) -> tuple[Parts, Metrics]:
         mask = batch["completion_mask"]
-        policy = masked_sum(logps(model, batch).logps, mask, -1)
-        log_ratio = policy - masked_sum(self.reference.logps(batch), mask, -1)
-        lengths = mask.sum(-1)
-        kept = (lengths[0::2] > 0).repeat_interleave(2)  # pairs that only fill up a batch have no loss
-        policy, log_ratio, lengths = policy[kept], log_ratio[kept], lengths[kept]
-        pairs = Pairs(log_ratio[0::2], log_ratio[1::2], lengths[0::2], lengths[1::2])
-        smoothing = {"smoothing": self.args.label_smoothing} if self.args.label_smoothing else {}
-        losses = self.pair_loss(pairs, self.args.beta, **smoothing)
-        return Parts(sequences=losses.sum()), self._metrics(pairs, policy)
+        reference = self.reference_logps(batch)  # first, as its weights may stand in for the model's
+        scores = logps(model, batch, entropy=True, top1=True, collision=self.args.use_weighting)
+        kept = mask[::2].any(-1)  # pairs that only fill up a batch have no loss
+        pairs = self.pairs(scores.logps, reference, mask, kept)
+        if self.args.use_weighting:
+            chosen, rejected = halves(wpo_weight(scores.logps, scores.log_collision, mask), kept)
+            loss = (self.row_losses(pairs) * chosen * rejected).sum()
+        else:
+            loss = whole_step.total(self.row_losses, pairs, batch)
+        balancing, metrics = self.balancing(scores.aux_loss, len(pairs.chosen))
+        nll = -masked_sum(scores.logps[::2], mask[::2])
+        parts = Parts(loss + balancing, self.args.nll_weight * nll)
+        return parts, {**metrics, **self.pair_metrics(scores, reference, mask, kept)}
 
-    def _metrics(self, pairs: Pairs, policy: Tensor) -> Metrics:
-        margin = pairs.margin.detach()
+    def pairs(self, policy: Tensor, reference: Tensor, mask: Tensor, kept: Tensor) -> Pairs:
+        """What the losses compare: log-ratios (n,) of completions, or what a divergence or LD-DPO make of them."""
+        lengths = mask.sum(-1)
+        if self.args.ld_alpha is None:
+            policy, reference = masked_sum(policy, mask, -1), masked_sum(reference, mask, -1)
+        else:
+            shorter = lengths.view(-1, 2).amin(-1).repeat_interleave(2)
+            policy, reference = (ld_sum(x, mask, shorter, self.args.ld_alpha) for x in (policy, reference))
+        is_alpha = self.args.f_divergence_type == "alpha_divergence"
+        options = {"alpha": self.args.f_alpha_divergence_coef} if is_alpha else {}
+        rewards = F_DIVERGENCES[self.args.f_divergence_type](policy - reference, **options)
+        ref_chosen, ref_rejected = halves(reference, kept)
+        return Pairs(*halves(rewards, kept), *halves(lengths, kept), ref_chosen - ref_rejected)
+
+    def pair_metrics(self, scores: TokenScores, reference: Tensor, mask: Tensor, kept: Tensor) -> Metrics:
+        policy = masked_sum(scores.logps.detach(), mask, -1)
+        chosen, rejected = halves(self.args.beta * (policy - masked_sum(reference, mask, -1)), kept)
+        logps_chosen, logps_rejected = halves(policy, kept)
         values = {
-            "rewards/chosen": self.args.beta * pairs.chosen,
-            "rewards/rejected": self.args.beta * pairs.rejected,
-            "rewards/margins": self.args.beta * margin,
-            "rewards/accuracies": (margin.sign() + 1) / 2,
-            "logps/chosen": policy[0::2],
-            "logps/rejected": policy[1::2],
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": ((chosen - rejected).sign() + 1) / 2,
+            "logps/chosen": logps_chosen,
+            "logps/rejected": logps_rejected,
         }
-        return means_of(values, len(margin))
+        num_chosen = mask[::2].sum()
+        tokens = {
+            "entropy": (scores.entropy.sum(), mask.sum()),
+            "mean_token_accuracy": (scores.is_top1[::2].sum(), num_chosen),
+        }
+        if self.args.nll_weight:
+            tokens["nll_loss"] = (-logps_chosen.sum(), num_chosen)
+        return {**means_of(values, len(chosen)), **tokens}
+
+    def predictions(self, model: Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        mask = batch["completion_mask"]
+        log_ratio = masked_sum(logps(model, batch).logps - self.reference_logps(batch), mask, -1)
+        rewards = self.args.beta * log_ratio.view(-1, 2)
+        return rewards, torch.zeros(len(rewards), dtype=torch.int64, device=rewards.device)
+
+
+def halves(values: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """`values` (B,) of completions as those of the chosen and of the rejected, (n,) each, of the kept pairs."""
+    return values[0::2][kept], values[1::2][kept]

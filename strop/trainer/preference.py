@@ -17,6 +17,7 @@ from strop.data.preference import PAIRS, PreferenceCollator, PreferenceFormat, p
 from strop.data.report import PreparationReport
 from strop.losses.reduce import StepCounts
 from strop.models.arguments import ModelInitArguments
+from strop.models.segments import Layout
 
 from . import checks, whole_step
 from .base import BaseTrainer
@@ -103,7 +104,9 @@ class PreferenceTrainer(BaseTrainer):
             check_lengths(model, report, args.max_length)
         if args.disable_dropout:
             disable_dropout(model)
-        layout = settle_layout(model, args.layout, args.padding_free)
+        if data_collator is not None:
+            checks.collator(args)
+        layout = self.settled_layout(model, args)
         super().__init__(
             model=model,
             args=args,
@@ -118,6 +121,10 @@ class PreferenceTrainer(BaseTrainer):
 
     def ready_model(self, model, args, tokenizer, quantization_config, peft_config) -> Module:
         return ready_model(model, args, tokenizer, quantization_config, peft_config)
+
+    def settled_layout(self, model, args) -> Layout:
+        """The layout to collate into; `model` is made ready for it."""
+        return settle_layout(model, args.layout, args.padding_free)
 
     def collator(self, tokenizer, layout, args) -> Callable[[list[dict]], Batch]:
         return PreferenceCollator(tokenizer.pad_token_id, layout, self.wanted, args.pad_to_multiple_of or 1)

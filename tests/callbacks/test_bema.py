@@ -10,7 +10,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainerState
 
-from strop.callbacks.bema import BEMACallback, weights_replaced
+from strop.callbacks.bema import BEMACallback
+from strop.models.reference import weights_replaced
 
 CASES = json.loads(Path(__file__).parents[1].joinpath("goldens", "bema.json").read_text())
 
@@ -144,7 +145,7 @@ def test_a_checkpoint_without_average_is_refused(tmp_path):
 
 def test_sharded_weights_are_refused():
     args = SimpleNamespace(output_dir="unused", fsdp=["full_shard"])
-    with pytest.raises(ValueError, match="averages whole weights"):
+    with pytest.raises(ValueError, match="BEMACallback needs whole weights"):
         BEMACallback(update_freq=1).on_train_begin(args, state(), None, model=Line([1.0]))
 
 

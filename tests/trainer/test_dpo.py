@@ -152,12 +152,3 @@ def test_pairs_that_only_fill_up_leave_no_trace(tiny_llama, bpe_tokenizer, tmp_p
 def test_options_without_effect_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match="would have no effect"):
         DPOConfig(str(tmp_path), use_cpu=True, **options)
-
-
-def test_what_the_trainer_can_not_take_yet_is_refused(tiny_llama, bpe_tokenizer, tmp_path):
-    args = DPOConfig(str(tmp_path), use_cpu=True, max_steps=1)
-    with pytest.raises(ValueError, match="compute_metrics would get no predictions"):
-        DPOTrainer(tiny_llama, None, args, train_dataset=PAIRS, processing_class=bpe_tokenizer, compute_metrics=len)
-    stream = PAIRS.to_iterable_dataset()
-    with pytest.raises(ValueError, match="the train data set is a IterableDataset"):
-        DPOTrainer(tiny_llama, None, args, train_dataset=stream, processing_class=bpe_tokenizer)
