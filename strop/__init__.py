@@ -20,6 +20,12 @@ EXPORTS = {
     "strop.data.chat": ("apply_chat_template", "maybe_apply_chat_template"),
     "strop.models.tokenizers": ("clone_chat_template",),
     "strop.data.formats": ("is_conversational", "is_conversational_from_value", "maybe_convert_to_chatml"),
+    "strop.data.prompts": (
+        "extract_prompt",
+        "maybe_extract_prompt",
+        "maybe_unpair_preference_dataset",
+        "unpair_preference_dataset",
+    ),
     "strop.data.mixture": ("DatasetMixtureConfig", "get_dataset"),
     "strop.cli.arguments": ("ScriptArguments",),
     "strop.cli.parser": ("TrlParser",),
@@ -56,6 +62,7 @@ __all__ = [
     "__version__",
     "apply_chat_template",
     "clone_chat_template",
+    "extract_prompt",
     "get_dataset",
     "get_kbit_device_map",
     "get_peft_config",
@@ -64,7 +71,10 @@ __all__ = [
     "is_conversational_from_value",
     "maybe_apply_chat_template",
     "maybe_convert_to_chatml",
+    "maybe_extract_prompt",
+    "maybe_unpair_preference_dataset",
     "pack_dataset",
+    "unpair_preference_dataset",
 ]
 
 if TYPE_CHECKING:
@@ -78,6 +88,12 @@ if TYPE_CHECKING:
     from strop.data.formats import is_conversational, is_conversational_from_value, maybe_convert_to_chatml
     from strop.data.mixture import DatasetMixtureConfig, get_dataset
     from strop.data.pack import pack_dataset
+    from strop.data.prompts import (
+        extract_prompt,
+        maybe_extract_prompt,
+        maybe_unpair_preference_dataset,
+        unpair_preference_dataset,
+    )
     from strop.models.model_config import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
     from strop.models.tokenizers import clone_chat_template
     from strop.trainer.config import SFTConfig

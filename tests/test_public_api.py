@@ -23,6 +23,7 @@ TRL_NAMES = {
     "TrlParser",
     "apply_chat_template",
     "clone_chat_template",
+    "extract_prompt",
     "get_dataset",
     "get_peft_config",
     "get_quantization_config",
@@ -30,7 +31,10 @@ TRL_NAMES = {
     "is_conversational_from_value",
     "maybe_apply_chat_template",
     "maybe_convert_to_chatml",
+    "maybe_extract_prompt",
+    "maybe_unpair_preference_dataset",
     "pack_dataset",
+    "unpair_preference_dataset",
 }
 
 
