@@ -12,6 +12,8 @@ EXPORTS = {
     "strop.trainer.sft": ("SFTTrainer",),
     "strop.trainer.config": ("SFTConfig",),
     "strop.trainer.dpo": ("DPOConfig", "DPOTrainer"),
+    "strop.trainer.reward": ("RewardConfig", "RewardTrainer"),
+    "strop.trainer.prm": ("PRMConfig", "PRMTrainer"),
     "strop.trainer.cpo": ("CPOConfig", "CPOTrainer", "SimPOConfig", "SimPOTrainer"),
     "strop.trainer.orpo": ("ORPOConfig", "ORPOTrainer"),
     "strop.trainer.tpo": ("TPOConfig", "TPOTrainer"),
@@ -49,6 +51,10 @@ __all__ = [
     "ModelConfig",
     "ORPOConfig",
     "ORPOTrainer",
+    "PRMConfig",
+    "PRMTrainer",
+    "RewardConfig",
+    "RewardTrainer",
     "RichProgressCallback",
     "SFTConfig",
     "SFTTrainer",
@@ -100,6 +106,8 @@ if TYPE_CHECKING:
     from strop.trainer.cpo import CPOConfig, CPOTrainer, SimPOConfig, SimPOTrainer
     from strop.trainer.dpo import DPOConfig, DPOTrainer
     from strop.trainer.orpo import ORPOConfig, ORPOTrainer
+    from strop.trainer.prm import PRMConfig, PRMTrainer
+    from strop.trainer.reward import RewardConfig, RewardTrainer
     from strop.trainer.sft import SFTTrainer
     from strop.trainer.tpo import TPOConfig, TPOTrainer
 

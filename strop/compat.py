@@ -91,6 +91,22 @@ REFERENCE_FREE = {
     "label_pad_token_id": Removed("labels are always padded with -100"),
 }
 
+DPO = REFERENCE_FREE | {
+    "max_target_length": Renamed("max_completion_length"),
+    "ref_model_init_kwargs": Removed("load the reference yourself and pass it as ref_model"),
+    "model_adapter_name": Removed("the model's active adapter is trained"),
+    "ref_adapter_name": Removed(
+        "the reference is the trained adapter as it is now, kept without loading it a second time"
+    ),
+    "force_use_ref_model": Removed("a ref_model that is given is always used, with adapters too"),
+    "reference_free": Removed("CPOTrainer and SimPOTrainer train on pairs without a reference"),
+    "base_model_attribute_name": Removed("the model is called through its own forward"),
+    "use_logits_to_keep": Removed("only completion tokens meet the vocabulary, always"),
+    "use_liger_loss": Removed("log-probabilities are computed tile by tile, always"),
+    "use_num_logits_to_keep": Removed("only completion tokens meet the vocabulary, always"),
+    "tools": Removed("put them into a column called tools"),
+}
+
 TRAINER = {"tokenizer": Renamed("processing_class")}
 
 SFT_TRAINER = {
@@ -120,6 +136,25 @@ REFERENCE_FREE_TRAINER = {
     "preprocess_logits_for_metrics": Removed("pairs are scored, not predicted, so there are no logits to process"),
 }
 
+DPO_TRAINER = {
+    name: Moved(name)
+    for name in (
+        *("beta", "label_smoothing", "loss_type", "truncation_mode", "max_length", "max_prompt_length"),
+        *("disable_dropout", "precompute_ref_log_probs", "dataset_num_proc", "model_init_kwargs"),
+    )
+} | {
+    "max_target_length": Moved("max_completion_length"),
+    "model_init": REFERENCE_FREE_TRAINER["model_init"],
+    "preprocess_logits_for_metrics": REFERENCE_FREE_TRAINER["preprocess_logits_for_metrics"],
+    **{name: entry for name, entry in DPO.items() if isinstance(entry, Removed)},
+}
+
+REWARD = {"max_seq_length": Renamed("max_length")}
+REWARD_TRAINER = {
+    "max_length": Moved("max_length"),
+    "model_init": Removed("pass the model, or its name with model_init_kwargs"),
+}
+
 MODEL = {
     "torch_dtype": Renamed("dtype"),
     "model_name": Renamed("model_name_or_path"),
@@ -134,8 +169,12 @@ OLD_NAMES: dict[str, dict[str, Renamed | Moved | Removed]] = {
     "SFTConfig": TRAINING | SFT,
     "ModelConfig": MODEL,
     "SFTTrainer": TRAINER | SFT_TRAINER,
-    "DPOConfig": TRAINING,
-    "DPOTrainer": TRAINER,
+    "DPOConfig": TRAINING | DPO,
+    "DPOTrainer": TRAINER | DPO_TRAINER,
+    "RewardConfig": TRAINING | REWARD,
+    "RewardTrainer": TRAINER | REWARD_TRAINER,
+    "PRMConfig": TRAINING | REWARD,
+    "PRMTrainer": TRAINER | REWARD_TRAINER,
     **dict.fromkeys(("CPOConfig", "SimPOConfig", "ORPOConfig", "TPOConfig"), TRAINING | REFERENCE_FREE),
     **dict.fromkeys(("CPOTrainer", "SimPOTrainer", "ORPOTrainer", "TPOTrainer"), TRAINER | REFERENCE_FREE_TRAINER),
 }
@@ -146,6 +185,7 @@ OLD_VALUES: dict[str, dict[str, dict[Any, Any]]] = {
         "packing_strategy": {"bfd-requeue": "bfd_split", "bfd_requeue": "bfd_split", "ffd": "bfd"},
         "loss_type": {"chunked_nll": "nll"},
     },
+    "DPOConfig": {"loss_type": {"aot_pair": "aot"}},
 }
 """Class -> option -> old value -> the value that means the same today."""
 

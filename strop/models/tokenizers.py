@@ -143,11 +143,12 @@ def use_eos_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module, alone: b
     if tokenizer.eos_token_id is None:
         return
     base = base_model(model)
-    for config in (base.config.get_text_config(), base.generation_config):
+    generation = getattr(base, "generation_config", None)  # classifiers have none
+    for config in (base.config.get_text_config(), generation):
         if config is None:
             continue
         known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        if alone or config is not base.generation_config:
+        if alone or config is not generation:
             config.eos_token_id = tokenizer.eos_token_id
         elif tokenizer.eos_token_id not in known:
             ends = [tokenizer.eos_token_id, *(index for index in known if index is not None)]
@@ -158,7 +159,7 @@ def use_pad_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
     """Has generation pad with the tokenizer's padding token. No loss depends on it: padding is masked."""
     base = base_model(model)
     base.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    if base.generation_config is not None:
+    if getattr(base, "generation_config", None) is not None:
         base.generation_config.pad_token_id = tokenizer.pad_token_id
 
 

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from strop.trainer.cpo import CPOConfig, CPOTrainer, SimPOConfig, SimPOTrainer
     from strop.trainer.dpo import DPOConfig, DPOTrainer
     from strop.trainer.orpo import ORPOConfig, ORPOTrainer
+    from strop.trainer.prm import PRMConfig, PRMTrainer
+    from strop.trainer.reward import RewardConfig, RewardTrainer
     from strop.trainer.sft import SFTTrainer
     from strop.trainer.tpo import TPOConfig, TPOTrainer
 
@@ -21,6 +23,10 @@ _MODULES = {
     "DPOTrainer": "strop.trainer.dpo",
     "ORPOConfig": "strop.trainer.orpo",
     "ORPOTrainer": "strop.trainer.orpo",
+    "PRMConfig": "strop.trainer.prm",
+    "PRMTrainer": "strop.trainer.prm",
+    "RewardConfig": "strop.trainer.reward",
+    "RewardTrainer": "strop.trainer.reward",
     "SFTConfig": "strop.trainer.config",
     "SFTTrainer": "strop.trainer.sft",
     "SimPOConfig": "strop.trainer.cpo",
@@ -38,6 +44,10 @@ __all__ = [
     "DPOTrainer",
     "ORPOConfig",
     "ORPOTrainer",
+    "PRMConfig",
+    "PRMTrainer",
+    "RewardConfig",
+    "RewardTrainer",
     "SFTConfig",
     "SFTTrainer",
     "SimPOConfig",

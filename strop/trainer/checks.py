@@ -179,6 +179,15 @@ def no_effect(args: Any, neutral: dict[str, Any], cause: str) -> None:
             raise ValueError(f"{name}={given!r} would have no effect with {cause}; remove one of the two.")
 
 
+def no_balancing(args: Any) -> None:
+    """Classification models of transformers don't give the load-balancing loss of their experts."""
+    if args.router_aux_loss_coef:
+        raise ValueError(
+            f"router_aux_loss_coef={args.router_aux_loss_coef} would have no effect: transformers' classification "
+            "models return no load-balancing loss. Remove it."
+        )
+
+
 def collator(args: Any) -> None:
     """A collator of the user's decides itself what rows look like in a batch."""
     no_effect(

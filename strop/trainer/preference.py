@@ -135,8 +135,12 @@ class PreferenceTrainer(BaseTrainer):
             return None
         if isinstance(rows, dict):
             return {key: self.prepared(part, f"{name}_{key}", tokenizer, args) for key, part in rows.items()}
-        rows, self.preparation_reports[name] = prepare_preference(rows, tokenizer, args, self.wanted, name)
+        rows, self.preparation_reports[name] = self.prepare(rows, name, tokenizer, args)
         return rows
+
+    def prepare(self, rows: Rows, name: str, tokenizer: PreTrainedTokenizerBase, args: PreferenceConfig):
+        """One data set as tokens, and the report of its preparation."""
+        return prepare_preference(rows, tokenizer, args, self.wanted, name)
 
     def _set_signature_columns_if_needed(self):
         if self._signature_columns is None:

@@ -1,0 +1,1 @@
+"""What a text is worth: rewards, in numbers."""
