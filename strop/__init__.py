@@ -14,6 +14,8 @@ EXPORTS = {
     "strop.trainer.dpo": ("DPOConfig", "DPOTrainer"),
     "strop.trainer.reward": ("RewardConfig", "RewardTrainer"),
     "strop.trainer.prm": ("PRMConfig", "PRMTrainer"),
+    "strop.trainer.kto": ("KTOConfig", "KTOTrainer"),
+    "strop.trainer.bco": ("BCOConfig", "BCOTrainer"),
     "strop.trainer.cpo": ("CPOConfig", "CPOTrainer", "SimPOConfig", "SimPOTrainer"),
     "strop.trainer.orpo": ("ORPOConfig", "ORPOTrainer"),
     "strop.trainer.tpo": ("TPOConfig", "TPOTrainer"),
@@ -41,12 +43,16 @@ EXPORTS = {
 _MODULES = {name: module for module, names in EXPORTS.items() for name in names}
 
 __all__ = [
+    "BCOConfig",
+    "BCOTrainer",
     "BEMACallback",
     "CPOConfig",
     "CPOTrainer",
     "DPOConfig",
     "DPOTrainer",
     "DatasetMixtureConfig",
+    "KTOConfig",
+    "KTOTrainer",
     "LogCompletionsCallback",
     "ModelConfig",
     "ORPOConfig",
@@ -102,9 +108,11 @@ if TYPE_CHECKING:
     )
     from strop.models.model_config import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
     from strop.models.tokenizers import clone_chat_template
+    from strop.trainer.bco import BCOConfig, BCOTrainer
     from strop.trainer.config import SFTConfig
     from strop.trainer.cpo import CPOConfig, CPOTrainer, SimPOConfig, SimPOTrainer
     from strop.trainer.dpo import DPOConfig, DPOTrainer
+    from strop.trainer.kto import KTOConfig, KTOTrainer
     from strop.trainer.orpo import ORPOConfig, ORPOTrainer
     from strop.trainer.prm import PRMConfig, PRMTrainer
     from strop.trainer.reward import RewardConfig, RewardTrainer

@@ -107,6 +107,14 @@ DPO = REFERENCE_FREE | {
     "tools": Removed("put them into a column called tools"),
 }
 
+LABELLED = REFERENCE_FREE | {
+    "ref_model_init_kwargs": Removed("load the reference yourself and pass it as ref_model"),
+    "model_adapter_name": Removed("the model's active adapter is trained"),
+    "ref_adapter_name": Removed("the reference is the model as it is now, adapters included"),
+    "base_model_attribute_name": Removed("the model is called through its own forward"),
+    "use_liger_loss": Removed("log-probabilities are computed tile by tile, always"),
+}
+
 TRAINER = {"tokenizer": Renamed("processing_class")}
 
 SFT_TRAINER = {
@@ -155,6 +163,12 @@ REWARD_TRAINER = {
     "model_init": Removed("pass the model, or its name with model_init_kwargs"),
 }
 
+LABELLED_TRAINER = {
+    name: entry
+    for name, entry in (REFERENCE_FREE_TRAINER | LABELLED).items()
+    if name in ("model_init", "preprocess_logits_for_metrics", "model_adapter_name", "ref_adapter_name")
+}
+
 MODEL = {
     "torch_dtype": Renamed("dtype"),
     "model_name": Renamed("model_name_or_path"),
@@ -177,6 +191,8 @@ OLD_NAMES: dict[str, dict[str, Renamed | Moved | Removed]] = {
     "PRMTrainer": TRAINER | REWARD_TRAINER,
     **dict.fromkeys(("CPOConfig", "SimPOConfig", "ORPOConfig", "TPOConfig"), TRAINING | REFERENCE_FREE),
     **dict.fromkeys(("CPOTrainer", "SimPOTrainer", "ORPOTrainer", "TPOTrainer"), TRAINER | REFERENCE_FREE_TRAINER),
+    **dict.fromkeys(("KTOConfig", "BCOConfig"), TRAINING | LABELLED),
+    **dict.fromkeys(("KTOTrainer", "BCOTrainer"), TRAINER | LABELLED_TRAINER),
 }
 """Class -> old keyword -> what became of it."""
 

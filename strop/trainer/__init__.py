@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from strop.trainer.base import BaseTrainer
+    from strop.trainer.bco import BCOConfig, BCOTrainer
     from strop.trainer.config import BaseConfig, SFTConfig
     from strop.trainer.cpo import CPOConfig, CPOTrainer, SimPOConfig, SimPOTrainer
     from strop.trainer.dpo import DPOConfig, DPOTrainer
+    from strop.trainer.kto import KTOConfig, KTOTrainer
     from strop.trainer.orpo import ORPOConfig, ORPOTrainer
     from strop.trainer.prm import PRMConfig, PRMTrainer
     from strop.trainer.reward import RewardConfig, RewardTrainer
@@ -17,10 +19,14 @@ if TYPE_CHECKING:
 _MODULES = {
     "BaseConfig": "strop.trainer.config",
     "BaseTrainer": "strop.trainer.base",
+    "BCOConfig": "strop.trainer.bco",
+    "BCOTrainer": "strop.trainer.bco",
     "CPOConfig": "strop.trainer.cpo",
     "CPOTrainer": "strop.trainer.cpo",
     "DPOConfig": "strop.trainer.dpo",
     "DPOTrainer": "strop.trainer.dpo",
+    "KTOConfig": "strop.trainer.kto",
+    "KTOTrainer": "strop.trainer.kto",
     "ORPOConfig": "strop.trainer.orpo",
     "ORPOTrainer": "strop.trainer.orpo",
     "PRMConfig": "strop.trainer.prm",
@@ -36,12 +42,16 @@ _MODULES = {
 }
 
 __all__ = [
+    "BCOConfig",
+    "BCOTrainer",
     "BaseConfig",
     "BaseTrainer",
     "CPOConfig",
     "CPOTrainer",
     "DPOConfig",
     "DPOTrainer",
+    "KTOConfig",
+    "KTOTrainer",
     "ORPOConfig",
     "ORPOTrainer",
     "PRMConfig",
