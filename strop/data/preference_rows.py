@@ -14,6 +14,7 @@ from strop.data.chat import ChatTemplate, Conversation, common_prefix
 from strop.data.collate import IGNORE
 from strop.data.formats import ROLES, Message, Row, at_row
 from strop.data.overlong import TRUNCATION_MODES
+from strop.data.pieces import Pieces, pieces_of
 from strop.data.prompts import Answers, answers_of, common_length
 from strop.data.recipe import TOKEN_LIST
 from strop.data.report import Fate
@@ -122,7 +123,8 @@ class Tokens:
     def emptied(self, fate: Fate) -> "Tokens":
         """Nothing of it, to be counted."""
         lost = self.lost + len(self.prompt) + sum(map(len, self.sides))
-        return replace(self, prompt=[], sides=[[] for _ in self.sides], fate=self.fate | fate, lost=lost, cut=0, ends=0)
+        fate |= self.fate & ~(Fate.TRUNCATED | Fate.PROMPT_CUT)
+        return replace(self, prompt=[], sides=[[] for _ in self.sides], fate=fate, lost=lost, cut=0, ends=0)
 
 
 @dataclass
@@ -153,6 +155,10 @@ class PreferenceMaker:
     @cached_property
     def template(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer, self.recipe.template_options)
+
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        return pieces_of(self.tokenizer)
 
     @cached_property
     def roles(self) -> frozenset[str]:
@@ -225,7 +231,7 @@ class PreferenceMaker:
     def _texts(self, rows: Sequence[tuple[int, Answers]]) -> list[Tokens]:
         texts = [answers.prompt + side for _, answers in rows for side in answers.sides]
         starts = [len(answers.prompt) for _, answers in rows for _ in answers.sides]
-        made = iter(tokenise_texts(self.tokenizer, texts, starts, self.eos))
+        made = iter(tokenise_texts(self.tokenizer, texts, starts, self.eos, self.pieces))
         return [_joined(answers, [next(made) for _ in answers.sides], self._opening) for _, answers in rows]
 
     def _chats(self, rows: Sequence[tuple[int, Answers]]) -> list[Tokens]:
@@ -234,7 +240,7 @@ class PreferenceMaker:
         rendered = [part for index, answers in rows for part in at_row(index, self.name, self._rendered, answers)]
         texts = [text for text, _ in rendered]
         spans = [[(start, len(text))] for text, start in rendered]
-        made = iter(tokenise_chats(self.tokenizer, texts, spans, [NOTHING] * len(texts)))
+        made = iter(tokenise_chats(self.tokenizer, texts, spans, [NOTHING] * len(texts), self.pieces))
         return [_joined(answers, [next(made) for _ in answers.sides], []) for _, answers in rows]
 
     def _rendered(self, answers: Answers) -> list[tuple[str, int]]:

@@ -65,11 +65,13 @@ def tokenise_texts(
     texts: Sequence[str],
     starts: Sequence[int] | None = None,
     eos: int | None = None,
+    pieces: Pieces | None = None,
 ) -> list[Prepared]:
     """Plain texts; with `starts`, only what stands from that character on is trained. `eos` ends every row that
     doesn't have it.
 
-    A BOS or EOS written out at the ends of a text isn't added a second time by a tokenizer that adds them itself.
+    A BOS or EOS written out at the ends of a text isn't added a second time by a tokenizer that adds them itself. With
+    `pieces` of a tokenizer that adds a BOS at most, in a third of the time where `starts` are where pieces start.
     """
     starts = starts or [0] * len(texts)
     first, last = _own_markers(tokenizer)
@@ -77,12 +79,22 @@ def tokenise_texts(
     starts = [
         max(0, start - (len(text) - len(text.removeprefix(first)))) for start, text in zip(starts, texts, strict=True)
     ]
-    rows = []
-    for (ids, encoding), text, start in zip(encoded(tokenizer, bare, special=True), bare, starts, strict=True):
+    rows: dict[int, Prepared] = {}
+    opening = tokenizer("").input_ids
+    if pieces is not None and opening in ([], [tokenizer.bos_token_id]):
+        for i, (text, start) in enumerate(zip(bare, starts, strict=True)):
+            found = pieces.encode(text, [(start, len(text))])
+            if found is not None:
+                ids, ((begin, _),) = found
+                ids = _ended(opening + ids, text, eos, tokenizer)
+                rows[i] = prepared(ids, [(begin + len(opening) if start else 0, len(ids))])
+    whole = [i for i in range(len(bare)) if i not in rows]
+    for i, (ids, encoding) in zip(whole, encoded(tokenizer, [bare[i] for i in whole], special=True), strict=True):
+        text, start = bare[i], starts[i]
         begin, merged = (0, False) if start == 0 else _cut(tokenizer, ids, encoding, text, start, special=True)
         ids = _ended(ids, text, eos, tokenizer)
-        rows.append(prepared(ids, [(begin, len(ids))], Fate.MERGED if merged else NOTHING))
-    return rows
+        rows[i] = prepared(ids, [(begin, len(ids))], Fate.MERGED if merged else NOTHING)
+    return [rows[i] for i in range(len(bare))]
 
 
 def _own_markers(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
