@@ -33,7 +33,7 @@ def scores(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     if "ends" not in batch:
         batch = batch | padded_ends(batch["attention_mask"])
     _refuse_padding_without_id(base, batch)
-    reader = _StateReader(classification_head(base), batch, batch["ends"])
+    reader = _StateReader(base, batch, batch["ends"])
     with stand_in(reader.head, reader.__call__):
         output = forward(model, batch)
     if reader.outputs is not None:
@@ -47,7 +47,7 @@ def token_outputs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     float32 (float64 stays); differentiable. Raises ValueError if the model has no head over tokens."""
     base = checked_head(model)
     mask = batch["completion_mask"].bool()
-    reader = _StateReader(classification_head(base), batch, batch["predictors"][mask])
+    reader = _StateReader(base, batch, batch["predictors"][mask])
     with stand_in(reader.head, reader.__call__):
         output = forward(model, batch)
     if reader.outputs is None:
@@ -76,7 +76,7 @@ def token_states(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 def _scaled_states(model: nn.Module, batch: Mapping[str, Any], indices: Tensor) -> Tensor:
     base = base_model(model)
-    reader = _StateReader(classification_head(base), batch, indices)
+    reader = _StateReader(base, batch, indices)
     with stand_in(reader.head, reader.__call__):
         forward(model, batch)
     if reader.states is None:
@@ -136,11 +136,15 @@ def _refuse_padding_without_id(base: PreTrainedModel, batch: Mapping[str, Any]) 
 
 
 class _StateReader:
-    """Stands in for a head during one forward pass of `batch`, and applies it to the states at `indices`, (M,)."""
+    """Stands in for the head of `base` during a forward pass of `batch`; applies it to the states at `indices`, (M,)."""
 
-    def __init__(self, head: nn.Module, batch: Mapping[str, Any], indices: Tensor):
+    def __init__(self, base: nn.Module, batch: Mapping[str, Any], indices: Tensor):
+        head = classification_head(base)
         self.head, self.batch, self.indices = head, batch, indices
         self.call = head.forward
+        inner = getattr(head, "original_module", getattr(head, "base_layer", head))  # PEFT's wrappers
+        self.is_a_map = isinstance(inner, nn.Linear) or head is getattr(base, "score", None)
+        """Whether it maps state by state; a larger one may pool, as those of RoBERTa and its kin do."""
         self.outputs: Tensor | None = None
         """(M, num_labels); None where the head isn't called with a state a token."""
         self.states: Tensor | None = None
@@ -149,7 +153,7 @@ class _StateReader:
     @torch.compiler.disable  # where rows end is data
     def __call__(self, hidden: Tensor, *args, **kwargs) -> Tensor:
         """For states (rows, time, D) nothing, (rows, time, num_labels), in the graph of what was read."""
-        if hidden.ndim != 3 or args or kwargs:
+        if hidden.ndim != 3 or not self.is_a_map:
             return self.call(hidden, *args, **kwargs)
         indices = state_indices(self.indices, hidden, self.batch).to(hidden.device)
         self.states = hidden.flatten(0, 1).index_select(0, indices)
