@@ -140,7 +140,6 @@ SFT_TRAINER = {
 
 REFERENCE_FREE_TRAINER = {
     "model_init": Removed("pass the model, or its name with model_init_kwargs"),
-    "compute_metrics": Removed("pairs are scored, not predicted; the trainer logs rewards, margins and accuracies"),
     "preprocess_logits_for_metrics": Removed("pairs are scored, not predicted, so there are no logits to process"),
 }
 

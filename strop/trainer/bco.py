@@ -131,6 +131,7 @@ class BCOTrainer(LabelledTrainer):
         optimizers: tuple = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
         embedding_func: Callable[..., Tensor] | None = None,
         embedding_tokenizer: PreTrainedTokenizerBase | None = None,
     ):
@@ -155,6 +156,7 @@ class BCOTrainer(LabelledTrainer):
             optimizers,
             quantization_config,
             peft_config,
+            optimizer_cls_and_kwargs,
         )
         self.add_callback(self.running)
         self._is_ready = True

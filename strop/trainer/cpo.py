@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
@@ -16,7 +17,7 @@ from strop.data.collate import Batch
 from strop.losses.preference import Pairs, options_of
 from strop.losses.reduce import masked_sum
 from strop.losses.reference_free import PER_TOKEN_MEAN, REFERENCE_FREE_LOSSES, alphapo_pairs
-from strop.models.logps import logps
+from strop.models.logps import TokenScores, logps
 
 from . import checks
 from .meter import Metrics
@@ -67,7 +68,10 @@ class CPOConfig(PreferenceConfig):
 class CPOTrainer(PreferenceTrainer):
     """Trains a policy on pairs of a preferred and a dispreferred completion, without a reference policy.
 
-    Rows are those of DPO: `prompt`, `chosen` and `rejected`. Metrics: `rewards/chosen`, `rewards/rejected` (beta log pi
+    Rows are those of DPO: `prompt`, `chosen` and `rejected`. `predict` returns, and `compute_metrics` reads, the
+    rewards (rows, 2) of chosen and rejected; labels are 0, the chosen's column.
+
+    Metrics: `rewards/chosen`, `rewards/rejected` (beta log pi
     of completions, summed or averaged over tokens as the loss reads them), `rewards/margins`, `rewards/accuracies`
     (ties count half), `logps/chosen`, `logps/rejected`, `nll_loss` of the chosen tokens, `entropy` (nats) of all
     completions' tokens, `num_tokens`.
@@ -84,10 +88,12 @@ class CPOTrainer(PreferenceTrainer):
         train_dataset: Rows | None = None,
         eval_dataset: Rows | dict[str, Rows] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        compute_metrics: Callable | None = None,
         callbacks: list | None = None,
         optimizers: tuple = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
     ):
         super().__init__(
             model,
@@ -98,8 +104,10 @@ class CPOTrainer(PreferenceTrainer):
             processing_class,
             quantization_config=quantization_config,
             peft_config=peft_config,
+            compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
 
     # Loss: trainers with another one override the first four
@@ -134,33 +142,42 @@ class CPOTrainer(PreferenceTrainer):
 
     def parts(self, model: Module, batch: Batch) -> tuple[Parts, Metrics]:
         mask, num_sides = batch["completion_mask"], len(self.wanted.sides)
+        target = slice(self.nll_side, None, num_sides)
         scores = logps(model, batch, entropy=True)
-        lengths, policy = mask.sum(-1), masked_sum(scores.logps, mask, -1)
-        kept = lengths[::num_sides] > 0  # examples that only fill up a batch have no loss
-        (chosen, rejected), (chosen_length, rejected_length) = (
-            [values[side::num_sides][kept] for side in (0, 1)] for values in (policy, lengths)
-        )
-        pairs = Pairs(chosen, rejected, chosen_length, rejected_length)
-        nll, num_tokens = -policy[self.nll_side :: num_sides].sum(), lengths[self.nll_side :: num_sides].sum()
-        aux, aux_metrics = self.balancing(scores.aux_loss, len(chosen))
+        nll, num_tokens = -masked_sum(scores.logps[target], mask[target]), mask[target].sum()
+        pairs = self.pairs(scores, mask, mask[::num_sides].any(-1))  # examples that only fill up a batch have no loss
         rewards = self.rewards(pairs)
+        aux, aux_metrics = self.balancing(scores.aux_loss, len(pairs.chosen))
         parts = Parts(self.pair_losses(rewards).sum() + aux, self.nll_weight * nll)
         tokens = {"nll_loss": (nll, num_tokens), "entropy": (scores.entropy.sum(), mask.sum())}
         return parts, {**self.pair_metrics(pairs, rewards), **tokens, **aux_metrics}
 
+    def pairs(self, scores: TokenScores, mask: Tensor, kept: Tensor | slice = slice(None)) -> Pairs:
+        """log pi of both completions of the examples that are `kept`."""
+        num_sides, lengths, policy = len(self.wanted.sides), mask.sum(-1), masked_sum(scores.logps, mask, -1)
+        return Pairs(*(values[side::num_sides][kept] for values in (policy, lengths) for side in (0, 1)))
+
+    def sums_or_means(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """The numbers (n,) of both completions that the loss subtracts: sums, or averages over tokens."""
+        return pairs.means if self.loss_name in PER_TOKEN_MEAN else (pairs.chosen, pairs.rejected)
+
     def pair_metrics(self, pairs: Pairs, rewards: Pairs) -> Metrics:
-        is_per_token = self.loss_name in PER_TOKEN_MEAN
-        logps, scores = (p.means if is_per_token else (p.chosen, p.rejected) for p in (pairs, rewards))
+        policy, scores = self.sums_or_means(pairs), self.sums_or_means(rewards)
         margin = self.args.beta * (scores[0] - scores[1])
         values = {
             "rewards/chosen": self.args.beta * scores[0],
             "rewards/rejected": self.args.beta * scores[1],
             "rewards/margins": margin,
             "rewards/accuracies": (margin.sign() + 1) / 2,
-            "logps/chosen": logps[0],
-            "logps/rejected": logps[1],
+            "logps/chosen": policy[0],
+            "logps/rejected": policy[1],
         }
         return means_of(values, len(margin))
+
+    def predictions(self, model: Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        scores = self.sums_or_means(self.rewards(self.pairs(logps(model, batch), batch["completion_mask"])))
+        rewards = self.args.beta * torch.stack(scores, -1)
+        return rewards, torch.zeros(len(rewards), dtype=torch.int64, device=rewards.device)
 
 
 @accepts_old_names

@@ -54,6 +54,7 @@ class LabelledTrainer(ReferencedTrainer):
         optimizers: tuple = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
     ):
         args = config_for(self.config_class, args, model, self.method)
         self.wanted = self.rows_wanted(args)
@@ -70,6 +71,7 @@ class LabelledTrainer(ReferencedTrainer):
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
 
     def rows_wanted(self, args: Any) -> PreferenceFormat:
