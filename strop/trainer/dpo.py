@@ -57,6 +57,7 @@ class DPOTrainer(ReferencedTrainer):
         optimizers: tuple = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
     ):
         super().__init__(
             model,
@@ -71,6 +72,7 @@ class DPOTrainer(ReferencedTrainer):
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
         self.add_callback(PreferenceAlarm())
 
