@@ -98,7 +98,7 @@ class RewardTrainer(PreferenceTrainer):
         if isinstance(model, Module):
             checked_head(model, num_labels=1)
         args = config_for(self.config_class, args, model, self.method)
-        self.wanted = _format_of(args, train_dataset if train_dataset is not None else eval_dataset)
+        self.wanted = format_of(args, train_dataset if train_dataset is not None else eval_dataset)
         super().__init__(
             model,
             args,
@@ -236,7 +236,7 @@ def _metrics(groups: Tensor, mask: Tensor) -> Metrics:
     }
 
 
-def _format_of(args: RewardConfig, rows: Any) -> PreferenceFormat:
+def format_of(args: RewardConfig, rows: Any) -> PreferenceFormat:
     """The rows that the loss wants; by their columns if args.loss_type leaves it open."""
     if args.loss_type != "auto":
         return REWARD_LOSSES[args.loss_type]
