@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from accelerate.utils import gather_object
-from datasets import Dataset, List, Value, concatenate_datasets
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets.fingerprint import Hasher
 from torch import Tensor
 
@@ -45,7 +45,8 @@ class ReferenceColumns:
             self._check(rows, name)
             return rows
         own = rows.shard(self.num_processes, self.process_index, contiguous=True)
-        features = rows.features | {column: List(Value("float32")) for column in self.columns} | {KEY: Value("string")}
+        new = {column: List(Value("float32")) for column in self.columns} | {KEY: Value("string")}
+        features = Features(rows.features | new)
         options = {
             "batched": True,
             "batch_size": self.batch_size,
