@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TrainerState
 
 from strop.callbacks.bema import BEMACallback
-from strop.models.reference import weights_replaced
+from strop.models.reference import FrozenModel, weights_replaced
 
 CASES = json.loads(Path(__file__).parents[1].joinpath("goldens", "bema.json").read_text())
 
@@ -152,3 +152,43 @@ def test_sharded_weights_are_refused():
 def test_update_freq_must_be_positive():
     with pytest.raises(ValueError, match="update_freq=0"):
         BEMACallback(update_freq=0)
+
+
+class TestReference:
+    """`update_ref_model`: the reference becomes the average at its own steps, and is part of checkpoints."""
+
+    def callback(self, reference, **options):
+        callback = BEMACallback(update_freq=1, ema_power=1, bias_power=1, lag=0, update_ref_model=True, **options)
+        callback.reference = FrozenModel(reference)
+        return callback
+
+    def test_by_hand(self):
+        """At step t with theta = t: the reference is the average of steps 1 and 3, and stays in between."""
+        policy, reference = Line([0.0]), Line([9.0])
+        callback = self.callback(reference, ref_model_update_freq=2, ref_model_update_after=1)
+        callback.on_train_begin(arguments(), state(), None, model=policy)
+        seen = []
+        for step in range(1, 5):
+            policy.theta.data.fill_(float(step))
+            callback.on_step_end(arguments(), state(step), None, model=policy)
+            seen.append((reference.theta.item(), callback.bema["theta"].item()))
+        assert [value for value, _ in seen] == [seen[0][1], seen[0][1], seen[2][1], seen[2][1]]
+
+    def test_it_is_in_the_checkpoint(self, tmp_path):
+        policy, reference, fresh = Line([0.0]), Line([9.0]), Line([1.0])
+        saving = self.callback(reference)
+        saving.on_train_begin(arguments(tmp_path), state(max_steps=500), None, model=policy)
+        (tmp_path / "checkpoint-3").mkdir()
+        saving.on_save(arguments(tmp_path), state(3), None)
+        self.callback(fresh).on_train_begin(arguments(tmp_path), state(3, 500), None, model=policy)
+        assert fresh.theta.item() == 9.0
+
+    def test_without_a_trainer_that_has_one_it_is_refused(self):
+        callback = BEMACallback(update_freq=1, update_ref_model=True)
+        with pytest.raises(ValueError, match="has no reference to update"):
+            callback.on_train_begin(arguments(), state(), None, model=Line([0.0]))
+
+    @pytest.mark.parametrize("option", ["ref_model_update_freq", "ref_model_update_after"])
+    def test_options_without_effect_are_refused(self, option):
+        with pytest.raises(ValueError, match="no effect with update_ref_model=False"):
+            BEMACallback(**{option: 7})
