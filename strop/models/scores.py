@@ -136,7 +136,7 @@ def _refuse_padding_without_id(base: PreTrainedModel, batch: Mapping[str, Any]) 
 
 
 class _StateReader:
-    """Stands in for the head of `base` during a forward pass of `batch`; applies it to the states at `indices`, (M,)."""
+    """Stands in for the head of `base` in a forward pass of `batch`; applies it to the states at `indices`, (M,)."""
 
     def __init__(self, base: nn.Module, batch: Mapping[str, Any], indices: Tensor):
         head = classification_head(base)

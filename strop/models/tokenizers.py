@@ -171,8 +171,9 @@ def pad_apart_from_end(tokenizer: PreTrainedTokenizerBase) -> None:
     """
     if tokenizer.pad_token_id != tokenizer.eos_token_id:
         return
-    special = [tokenizer.unk_token, tokenizer.bos_token, *map(str, tokenizer.added_tokens_decoder.values())]
-    other = next((t for t in special if t and t in tokenizer.all_special_tokens and t != tokenizer.eos_token), None)
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special = [tokenizer.unk_token, tokenizer.bos_token, *added]
+    other = next((token for token in special if token and token != tokenizer.eos_token), None)
     if other is None:
         logger.warning(
             "the tokenizer pads with %r, which ends texts too, and has no other special token: outside of strop, "
