@@ -116,6 +116,24 @@ def sft(lib: ModuleType, model: str, num_rows: int, **options: Any) -> Measured:
     return Measured(statistics.median(clock.cpu), statistics.median(clock.wall), losses=clock.losses)
 
 
+def preference(
+    lib: ModuleType, model: str, kind: str, prompt: int, answer: int, batch_size: int = 4, **options: Any
+) -> Measured:
+    """Optimizer steps of DPO or of a reward model on pairs whose lengths are the same throughout."""
+    clock, tokenizer = StepClock(), AutoTokenizer.from_pretrained(model)
+    options = {"max_length": 1024, "per_device_train_batch_size": batch_size} | options
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = getattr(lib, f"{kind}Trainer")(
+            model=model,
+            args=getattr(lib, f"{kind}Config")(**settings(folder, 5, **options)),
+            train_dataset=rows.pairs(tokenizer, 8 * batch_size, prompt, answer),
+            processing_class=tokenizer,
+            callbacks=[clock],
+        )
+        trainer.train()
+    return Measured(statistics.median(clock.cpu), statistics.median(clock.wall), losses=clock.losses)
+
+
 CASES: dict[str, Callable[[ModuleType, str], Measured]] = {
     "pack_bfd": functools.partial(pack, strategy="bfd"),
     "pack_bfd_split": functools.partial(pack, strategy="bfd_split"),
@@ -125,4 +143,7 @@ CASES: dict[str, Callable[[ModuleType, str], Measured]] = {
     "sft": functools.partial(sft, num_rows=200, per_device_train_batch_size=8, max_length=1024),
     "sft_packed": functools.partial(sft, num_rows=400, per_device_train_batch_size=1, max_length=2048, packing=True),
     "sft_long": functools.partial(sft, num_rows=400, per_device_train_batch_size=1, max_length=4096, packing=True),
+    "dpo": functools.partial(preference, kind="DPO", prompt=384, answer=64),
+    "dpo_short": functools.partial(preference, kind="DPO", prompt=16, answer=200),
+    "reward": functools.partial(preference, kind="Reward", prompt=384, answer=64),
 }

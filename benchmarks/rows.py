@@ -4,6 +4,7 @@ In the tokens of SmolLM2 a problem takes 55 to 105 (77 in the mean), its answer 
 """
 
 import random
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -77,6 +78,20 @@ def messages(count: int) -> Dataset:
     """The same conversations as lists of messages."""
     return prompt_completion(count).map(
         lambda row: {"messages": row["prompt"] + row["completion"]}, remove_columns=["prompt", "completion"]
+    )
+
+
+def pairs(tokenizer: Any, count: int, prompt: int, answer: int) -> Dataset:
+    """Pairs of two answers to a prompt, of so many tokens each (but one or two at the seams)."""
+    rng = random.Random(0)
+    words = [word for row in word_problems(200) for word in row["question"].split()]
+
+    def text(num_tokens: int) -> str:
+        ids = tokenizer(" ".join(rng.choices(words, k=num_tokens + 8))).input_ids
+        return tokenizer.decode(ids[:num_tokens])
+
+    return Dataset.from_list(
+        [{"prompt": text(prompt), "chosen": " " + text(answer), "rejected": " " + text(answer)} for _ in range(count)]
     )
 
 

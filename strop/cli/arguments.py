@@ -35,7 +35,7 @@ class ScriptArguments:
 
 
 @dataclass
-class ReferenceArguments:
+class ReferenceModelArguments:
     """The policy that training is compared with."""
 
     ref_model_name_or_path: str | None = None

@@ -22,8 +22,8 @@ HELP = """\
 
 
 @dataclass
-class AnswerArguments:
-    """The model that answers, and how its answers are drawn."""
+class LoadArguments:
+    """The model."""
 
     model: str
     """The model: an output folder of a run, an adapter's folder, a .gguf file, or a hub id."""
@@ -33,6 +33,11 @@ class AnswerArguments:
 
     dtype: str | None = None
     """Precision of the weights; that of the saved weights on an accelerator, float32 on a CPU, if not set."""
+
+
+@dataclass
+class AnswerArguments(LoadArguments):
+    """How answers are drawn."""
 
     max_new_tokens: int = 512
     """Longest answer in tokens."""
@@ -106,6 +111,11 @@ class Answerer:
         from strop.data.inspect import stop_token_ids
 
         disable_progress_bar()
+        if task_of(args.model) in SCORING:
+            raise ValueError(
+                f"{args.model} is a reward model: it scores answers and writes none. Use it with: strop score "
+                f"{args.model}"
+            )
         self.model, self.tokenizer = load(args)
         self.args = args
         self.is_chat = self.tokenizer.chat_template is not None and not args.plain
@@ -277,8 +287,30 @@ def read(prog: str, classes: list[type], argv: list[str]) -> list[Any] | None:
     return options.build(options.read(argv))
 
 
-def load(args: AnswerArguments) -> tuple[Any, Any]:
-    """The model, in evaluation mode, and its tokenizer: an adapter's own if it brings one, else its base's."""
+SCORING = ("SEQ_CLS", "TOKEN_CLS")
+"""Tasks, in peft's words, of models that score: whole answers, or steps."""
+
+
+def task_of(name: str) -> str:
+    """What the saved model or adapter does, in peft's words; "CAUSAL_LM" for everything but classifiers."""
+    from strop.models.adapters import is_adapter
+    from strop.models.arguments import ModelInitArguments
+    from strop.models.load import loading_options, read_config
+
+    if is_adapter(name, {}):
+        from peft import PeftConfig
+
+        task = PeftConfig.from_pretrained(name).task_type
+        return getattr(task, "value", task) or "CAUSAL_LM"
+    path, kwargs = loading_options(name, ModelInitArguments(), None)
+    (architecture, *_) = read_config(path, kwargs).architectures or [""]
+    endings = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+    return next((task for ending, task in endings.items() if architecture.endswith(ending)), "CAUSAL_LM")
+
+
+def load(args: LoadArguments, **loading: Any) -> tuple[Any, Any]:
+    """The model, in evaluation mode, and its tokenizer: an adapter's own if it brings one, else its base's. `loading`
+    goes to `load_model`."""
     import torch
 
     from strop.models.adapters import is_adapter, load_adapter
@@ -291,13 +323,14 @@ def load(args: AnswerArguments) -> tuple[Any, Any]:
     if args.base_model is not None and not adapted:
         raise ValueError(f"base_model={args.base_model!r} is for adapters, but {args.model} is a whole model. Drop it.")
     if not adapted:
-        return load_model(args.model, init).eval(), load_tokenizer(args.model, ModelInitArguments())
+        model = load_model(args.model, init, **loading)
+        return model.eval(), load_tokenizer(args.model, ModelInitArguments())
     bases: list[str] = []
 
     def load_base(path: str) -> Any:
         bases.append(args.base_model or path)
         try:
-            return load_model(bases[0], init)
+            return load_model(bases[0], init, **loading)
         except ValueError as error:
             hint = (
                 ""

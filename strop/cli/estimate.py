@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.cli.args import Options
-from strop.cli.arguments import ReferenceArguments
+from strop.cli.arguments import ReferenceModelArguments
 from strop.cli.inspect import config_file
-from strop.cli.train import METHODS, Method, all_options, imported, method_of
+from strop.cli.train import METHODS, Method, all_options, format_of, method_of
 
 PROG = "strop estimate"
 
@@ -56,7 +56,7 @@ def estimate_run(what: EstimateArguments, method: Method, model_args: Any, args:
     if args.max_length is None:
         raise ValueError("max_length is None, so rows have no longest length to estimate with; set --max_length.")
     config, dtype = shape_of(model_args.model_name_or_path, model_args, args)
-    named = next((part.ref_model_name_or_path for part in more if isinstance(part, ReferenceArguments)), None)
+    named = next((part.ref_model_name_or_path for part in more if isinstance(part, ReferenceModelArguments)), None)
     reference = shape_of(named, model_args, args)[0] if named else config if keeps_copy(what, method, args) else None
     return estimate(
         config,
@@ -77,13 +77,13 @@ def estimate_run(what: EstimateArguments, method: Method, model_args: Any, args:
 
 def keeps_copy(what: EstimateArguments, method: Method, args: Any) -> bool:
     """Whether a frozen copy of the model stands beside it."""
-    has_reference = ReferenceArguments in method.more and not getattr(args, "precompute_ref_log_probs", False)
+    has_reference = ReferenceModelArguments in method.own and not getattr(args, "precompute_ref_log_probs", False)
     return what.reference or has_reference
 
 
 def rows_per_batch(method: Method, args: Any) -> int:
     """Rows of max_length that a micro-batch has at most: one for each completion of an example."""
-    wanted = getattr(imported(method.trainer), "wanted", None)
+    wanted = format_of(method, args)
     return args.per_device_train_batch_size * (len(wanted.sides) if wanted else 1)
 
 

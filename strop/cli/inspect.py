@@ -1,4 +1,4 @@
-"""`strop inspect`: rows as the trainer will see them, with the options of `strop sft` and without loading weights."""
+"""`strop inspect`: rows as a trainer will see them, with the options of its command and without loading weights."""
 
 import sys
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 from strop.cli.args import Options
 from strop.cli.arguments import CommandArguments
-from strop.cli.train import METHODS, all_options, check, rows
+from strop.cli.train import METHODS, Method, all_options, check, format_of, method_of, rows
 from strop.cli.yaml_config import Setting, apply_environment, read_config
 
 PROG = "strop inspect"
@@ -17,7 +17,7 @@ PROG = "strop inspect"
 
 @dataclass
 class InspectArguments:
-    """Which rows are shown, and how. All options of `strop sft` say what becomes of them."""
+    """Which rows are shown, and how. All options of the training command say what becomes of them."""
 
     n: int = 3
     """How many rows are shown, from the first on."""
@@ -50,12 +50,19 @@ class InspectArguments:
         """The rows asked for."""
         return range(self.n) if self.row is None else range(self.row, self.row + 1)
 
+    def of(self, dataset: Any) -> range:
+        """The rows asked for, those of the first `n` that `dataset` has."""
+        return self.indices if self.row is not None else range(min(self.n, len(dataset)))
+
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code."""
-    own = Options(PROG, [InspectArguments], f"{PROG} [--n N | --row K] [--json | --html FILE] [options of strop sft]")
-    shown, words = own.split(argv)
-    options = all_options(PROG, METHODS["sft"])
+    usage = f"{PROG} [METHOD] [--n N | --row K] [--json | --html FILE] [options of strop METHOD, sft if not said]"
+    own = Options(PROG, [InspectArguments], usage)
+    name, words = method_of(argv)
+    method = METHODS[name]
+    shown, words = own.split(words)
+    options = all_options(PROG, method)
     if {"-h", "--help"} & set(shown):
         own.parser.print_help()
         print("\nand how the rows are made:\n")
@@ -65,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     settings = options.read(words, config_file(words))
     _, _, *instances = options.build(settings)
     check(settings, *instances)
-    explained, report, tokenizer_name = explained_rows(how, *instances)
+    explained, report, tokenizer_name = explained_rows(how, method, *instances)
     show(how, explained, report, tokenizer_name)
     return 0
 
@@ -77,26 +84,50 @@ def config_file(words: Sequence[str]) -> dict[str, Setting]:
     return apply_environment(read_config(said["config"].value)) if "config" in said else {}
 
 
-def explained_rows(how: InspectArguments, script: Any, mixture: Any, model_args: Any, args: Any):
+def explained_rows(how: InspectArguments, method: Method, script: Any, mixture: Any, model_args: Any, *more: Any):
     """(rows, preparation report, name of the tokenizer). Packed and streamed rows come without the raw row."""
-    from datasets import Dataset, IterableDataset
-
-    from strop.data.inspect import explain, explain_raw
-    from strop.data.prepare import as_dataset, prepare, skips_preparation
+    from strop.data.prepare import as_dataset
     from strop.models.model_config import init_kwargs
     from strop.trainer.setup import ready_tokenizer
 
+    args = more[-1]
     args.model_init_kwargs = init_kwargs(model_args, args.model_init_kwargs)
     tokenizer = ready_tokenizer(None, model_args.model_name_or_path, args)
     raw = as_dataset(rows(script, mixture, False)[0])
+    if method.rows == "texts":
+        return *texts(how, raw, tokenizer, args), tokenizer.name_or_path
+    return *answers(how, raw, tokenizer, args, format_of(method, args, raw)), tokenizer.name_or_path
+
+
+def texts(how: InspectArguments, raw: Any, tokenizer: Any, args: Any) -> tuple[list[Any], Any]:
+    """Rows of which each is a text, explained, and the report."""
+    from datasets import Dataset, IterableDataset
+
+    from strop.data.inspect import explain, explain_raw
+    from strop.data.prepare import prepare, skips_preparation
+
     prepared, report = prepare(raw, tokenizer, args, packing=args.packing)
     if isinstance(prepared, IterableDataset):
         prepared = Dataset.from_list(list(islice(prepared, how.indices.stop)))
-    indices = how.indices if how.row is not None else range(min(how.n, len(prepared)))
     if args.packing or isinstance(raw, IterableDataset) or skips_preparation(args):
-        return explain(prepared, tokenizer, indices), report, tokenizer.name_or_path
-    indices = how.indices if how.row is not None else range(min(how.n, len(raw)))
-    return explain_raw(raw, tokenizer, args, indices), report, tokenizer.name_or_path
+        return explain(prepared, tokenizer, how.of(prepared)), report
+    return explain_raw(raw, tokenizer, args, how.of(raw)), report
+
+
+def answers(how: InspectArguments, raw: Any, tokenizer: Any, args: Any, wanted: Any) -> tuple[list[Any], Any]:
+    """Rows of a prompt with answers, or without a format with steps, explained one by one, and the report."""
+    from datasets import Dataset, IterableDataset
+
+    from strop.data.inspect_answers import explain_answers, explain_steps
+    from strop.data.preference import prepare_preference
+    from strop.data.steps import prepare_steps
+
+    _, report = prepare_preference(raw, tokenizer, args, wanted) if wanted else prepare_steps(raw, tokenizer, args)
+    if isinstance(raw, IterableDataset):
+        raw = Dataset.from_list(list(islice(raw, how.indices.stop)))
+    if wanted:
+        return explain_answers(raw, tokenizer, args, how.of(raw), wanted), report
+    return explain_steps(raw, tokenizer, args, how.of(raw)), report
 
 
 def show(how: InspectArguments, explained: list[Any], report: Any, tokenizer_name: str) -> None:

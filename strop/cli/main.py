@@ -11,10 +11,14 @@ from strop.compat import suggestion
 TRAINING = {
     "sft": "fine-tune a model on texts, conversations or prompts with completions",
     "dpo": "direct preference optimisation on pairs of a better and a worse completion",
+    "kto": "Kahneman-Tversky optimisation on completions labelled as good or bad",
+    "bco": "binary classifier optimisation on completions labelled as good or bad",
     "cpo": "contrastive preference optimisation on pairs, without a reference model",
     "simpo": "SimPO: pairs compared by their average log-probability and a margin",
     "orpo": "fine-tuning and odds ratio preference in one, without a reference model",
     "tpo": "pairs with a gold completion that is learnt from as well",
+    "reward": "a reward model from pairs, or from ranked completions",
+    "prm": "a process reward model from solutions whose steps are judged",
 }
 COMMANDS = {
     "quickstart": (
@@ -28,6 +32,7 @@ COMMANDS = {
     "estimate": ("strop.cli.estimate:main", "say how much memory a run will take, without loading the model"),
     "chat": ("strop.cli.chat:main", "talk to a model or a trained folder"),
     "generate": ("strop.cli.chat:generate_main", "answer prompts from a file with a model or a trained folder"),
+    "score": ("strop.cli.score:main", "score answers with a reward model"),
     "env": ("strop.cli.env:main", "print versions, devices, and what works here"),
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from strop.cli import launch
 from strop.cli.args import Options, dump
-from strop.cli.arguments import CommandArguments, LaunchArguments, ReferenceArguments, ScriptArguments
+from strop.cli.arguments import CommandArguments, LaunchArguments, ReferenceModelArguments, ScriptArguments
 from strop.cli.yaml_config import Setting, apply_environment, read_config
 from strop.compat import suggestion
 
@@ -25,24 +25,35 @@ class Method:
     config: str
     suffix: str
     module: str
-    more: tuple[type, ...] = ()
+    own: tuple[type, ...] = ()
     """Options of its own. Each class has `trainer_arguments()`: what they are to the trainer's constructor."""
+    rows: str = "strop.data.preference:PAIRS"
+    """Where the format of its rows is, or what tells it from config and rows; "texts" and "steps" have none."""
     task: str = "CAUSAL_LM"
     """What the model does, in peft's words."""
 
 
-def _method(name: str, suffix: str, place: str, *more: type, task: str = "CAUSAL_LM") -> Method:
+def _method(name: str, suffix: str, place: str, *own: type, **more: str) -> Method:
     """The command `name` of <suffix>Trainer and <suffix>Config, which are in the module `place`."""
-    return Method(f"{place}:{suffix}Trainer", f"{place}:{suffix}Config", suffix, f"strop.scripts.{name}", more, task)
+    return Method(f"{place}:{suffix}Trainer", f"{place}:{suffix}Config", suffix, f"strop.scripts.{name}", own, **more)
 
+
+_SFT = ("strop.trainer.sft:SFTTrainer", "strop.trainer.config:SFTConfig", "SFT", "strop.scripts.sft")
+_KTO_ROWS, _BCO_ROWS = "strop.data.preference:LABELLED_MISMATCHED", "strop.data.preference:LABELLED"
 
 METHODS = {
-    "sft": Method("strop.trainer.sft:SFTTrainer", "strop.trainer.config:SFTConfig", "SFT", "strop.scripts.sft"),
-    "dpo": _method("dpo", "DPO", "strop.trainer.dpo", ReferenceArguments),
+    "sft": Method(*_SFT, rows="texts"),
+    "dpo": _method("dpo", "DPO", "strop.trainer.dpo", ReferenceModelArguments),
+    "kto": _method("kto", "KTO", "strop.trainer.kto", ReferenceModelArguments, rows=_KTO_ROWS),
+    "bco": _method("bco", "BCO", "strop.trainer.bco", ReferenceModelArguments, rows=_BCO_ROWS),
     "cpo": _method("cpo", "CPO", "strop.trainer.cpo"),
     "simpo": _method("simpo", "SimPO", "strop.trainer.cpo"),
     "orpo": _method("orpo", "ORPO", "strop.trainer.orpo"),
-    "tpo": _method("tpo", "TPO", "strop.trainer.tpo"),
+    "tpo": _method("tpo", "TPO", "strop.trainer.tpo", rows="strop.data.preference:TRIPLES"),
+    "reward": _method(
+        "reward", "Reward", "strop.trainer.reward", rows="strop.trainer.reward:format_of", task="SEQ_CLS"
+    ),
+    "prm": _method("prm", "PRM", "strop.trainer.prm", rows="steps", task="TOKEN_CLS"),
 }
 
 
@@ -165,13 +176,21 @@ def all_options(prog: str, method: Method) -> Options:
 
     classes = [CommandArguments, LaunchArguments, ScriptArguments, DatasetMixtureConfig, ModelConfig]
     usage = f"{prog} --model_name_or_path MODEL --dataset_name DATA [--config FILE] [options]"
-    return Options(prog, [*classes, *method.more, imported(method.config)], usage, ALIASES)
+    return Options(prog, [*classes, *method.own, imported(method.config)], usage, ALIASES)
 
 
 def imported(path: str) -> Any:
     """The object that "module:name" names."""
     module, name = path.split(":")
     return getattr(importlib.import_module(module), name)
+
+
+def format_of(method: Method, args: Any, rows: Any = None) -> Any:
+    """The format of the rows that the method reads with these settings; None for texts and steps."""
+    if ":" not in method.rows:
+        return None
+    found = imported(method.rows)
+    return found(args, rows) if callable(found) else found
 
 
 def output_dir(model: str, suffix: str) -> str:
@@ -220,7 +239,8 @@ def train(method: Method, script: Any, mixture: Any, model_args: Any, *more: Any
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
     if trainer.is_world_process_zero():
-        print(f"saved to {args.output_dir}; talk to it with: strop chat {shlex.quote(args.output_dir)}")
+        use = "talk to it with: strop chat" if method.task == "CAUSAL_LM" else "score answers with: strop score"
+        print(f"saved to {args.output_dir}; {use} {shlex.quote(args.output_dir)}")
     trainer.accelerator.end_training()
     return 0
 

@@ -6,7 +6,7 @@ import shlex
 import pytest
 from transformers import AutoModelForCausalLM
 
-from strop.cli import train
+from strop.cli import inspect, train
 
 QUIET = "--use_cpu --report_to none --logging_steps 1 --max_steps 1 --per_device_train_batch_size 2"
 PAIRS = [
@@ -91,6 +91,7 @@ LABELLED = [
     for row in PAIRS
     for side in ("chosen", "rejected")
 ]
+STEPS = [{"prompt": "What is 1 + 1 ?", "completions": ["One and one .", "Two"], "labels": [True, False]}] * 2
 REFERENCE_FREE = {"cpo": PAIRS, "simpo": PAIRS, "orpo": PAIRS, "tpo": TRIPLES}
 
 
@@ -104,3 +105,52 @@ def test_methods_without_a_reference(command, here, capsys, tiny_folder):
     code, printed = strop(command, f"{line} --ref_model_name_or_path {tiny_folder}", capsys)
     assert code == 2
     assert "unknown option --ref_model_name_or_path" in printed
+
+
+@pytest.mark.parametrize(("command", "rows"), [("kto", LABELLED), ("bco", LABELLED), ("kto", PAIRS), ("bco", PAIRS)])
+def test_labelled_rows_and_pairs_taken_apart(command, rows, here, capsys, tiny_folder):
+    write(here / "rows.jsonl", rows)
+    line = f"--model {tiny_folder} --data rows.jsonl --output_dir out --learning_rate 1e-2 {QUIET}"
+    code, printed = strop(command, line, capsys)
+    assert code == 0, printed
+    assert changed(tiny_folder, "out")
+    at_start = {"kto": 0.5, "bco": 0.6931}  # policy = reference: 1 - sigmoid(0), and ln 2
+    assert logged(here / "out", "loss") == [pytest.approx(at_start[command], abs=1e-4)]
+
+
+@pytest.mark.parametrize(("command", "rows"), [("reward", PAIRS), ("prm", STEPS)])
+def test_models_that_score(command, rows, here, capsys, tiny_folder):
+    write(here / "rows.jsonl", rows)
+    line = f"--model {tiny_folder} --data rows.jsonl --output_dir out --learning_rate 1e-2 {QUIET}"
+    code, printed = strop(command, f"{line} --use_peft --lora_r 2 --eval_strategy no", capsys)
+    assert code == 0, printed
+    adapter = json.loads((here / "out" / "adapter_config.json").read_text())
+    assert adapter["task_type"] == train.METHODS[command].task  # the option's default is a language model's
+    assert "score" in adapter["modules_to_save"]
+    assert "score answers with: strop score out" in printed
+
+
+@pytest.mark.parametrize(
+    ("command", "rows", "shown"),
+    [
+        ("dpo", PAIRS, ["row 0 chosen ", "row 0 rejected ", "row 1 chosen "]),
+        ("kto", LABELLED, ["row 0 completion, label True ", "row 1 completion, label False "]),
+        ("reward", [{"prompt": "Is it ?", "completions": [" Yes .", " No ."]}], ["completions 1 ", "completions 2 "]),
+        ("reward", [{**PAIRS[0], "margin": 2.0}], ["row 0 chosen, margin 2.0 "]),
+        ("tpo", TRIPLES, ["row 0 reference "]),
+        ("prm", STEPS, ["row 0 +- "]),
+    ],
+)
+def test_inspect_shows_what_a_method_reads(command, rows, shown, here, capsys, tiny_folder):
+    for weights in tiny_folder.glob("*.safetensors"):
+        weights.unlink()
+    write(here / "rows.jsonl", rows)
+    assert inspect.main([command, "--model", str(tiny_folder), "--data", "rows.jsonl", "--n", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert [words for words in shown if words not in printed] == []
+    assert "rows in" in printed.splitlines()[-1]
+
+
+def test_a_command_about_no_method_names_the_nearest():
+    with pytest.raises(ValueError, match=r"there is no training command 'rewrad'\. Did you mean 'reward'"):
+        inspect.main(["rewrad", "--model", "m"])
