@@ -2,9 +2,9 @@
 
 OMP_NUM_THREADS=1 python benchmarks/shared_prompts.py MODEL [ROUNDS]
 
-A step scores the answers under the policy, forward and backward, and once more under a reference, forward only; a reward
-model's step is the policy's part without the head. *once*: both answers continue one prompt. *twice*: each has its own, in
-a stream without padding. *padded*: the same as rows of one length. The three are timed in turn.
+A step scores the answers under the policy, forward and backward, and once more under a reference, forward only.
+*once*: both answers continue one prompt. *twice*: each has its own, in a stream without padding. *padded*: the same as
+rows of one length. The three are timed in turn.
 """
 
 import statistics

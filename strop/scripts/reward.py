@@ -1,4 +1,4 @@
-"""`python -m strop.scripts.reward`, the form that torchrun and `accelerate launch -m` take; the same as `strop reward`."""
+"""`python -m strop.scripts.reward`, the form that torchrun and `accelerate launch -m` take: `strop reward`."""
 
 import sys
 
