@@ -34,6 +34,7 @@ from . import checks
 from .layout import LayoutGuard, settle_layout
 from .precompute import ReferenceColumns
 from .preference import PreferenceConfig, PreferenceTrainer, Rows, disable_dropout
+from .setup import ITERABLE
 
 
 class ReferencedTrainer(PreferenceTrainer):
@@ -142,10 +143,10 @@ class ReferencedTrainer(PreferenceTrainer):
             return self._asked.logps(batch)
 
     def prepared(self, rows: Any, name: str, tokenizer: PreTrainedTokenizerBase, args: Any) -> Any:
-        if args.precompute_ref_log_probs and not isinstance(rows, Dataset | dict | None):
+        if args.precompute_ref_log_probs and isinstance(rows, ITERABLE):
             raise ValueError(
-                f"precompute_ref_log_probs=True goes through the {name} data set before training, but a "
-                f"{type(rows).__name__} is read only once. Pass a datasets.Dataset, or remove it"
+                f"precompute_ref_log_probs=True goes through the {name} data set before training, but an "
+                "IterableDataset is read only once. Pass a datasets.Dataset, or remove it"
             )
         rows = super().prepared(rows, name, tokenizer, args)
         return self._with_reference(rows, name) if self._columns is not None and isinstance(rows, Dataset) else rows
