@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from strop.data.formats import CHECKED_ROWS
 from strop.data.preference_rows import COUNTS, PreferenceMaker, PreferenceRecipe, token_columns
-from strop.data.prepare import HOPELESS_ROWS, AnyRows, as_dataset, fingerprint, older_objects_frozen
+from strop.data.prepare import HOPELESS_ROWS, AnyRows, as_columns, as_dataset, fingerprint, older_objects_frozen
 from strop.data.report import GONE, Fate, PreferenceReport
 from strop.data.sides import (
     LABELLED,
@@ -97,7 +97,7 @@ def maker_for(dataset, tokenizer, recipe: PreferenceRecipe, wanted: PreferenceFo
     rows = list(islice(dataset, CHECKED_ROWS))
     if not rows:
         raise ValueError(f"the {name} data set has no rows")
-    columns = dict.fromkeys(column for row in rows for column in row)
+    columns = as_columns(rows)
     is_tokenised = bool(token_columns(rows[0], wanted))
     logps = [f"ref_{side}_logps" for side in wanted.sides if is_tokenised]
     maker = PreferenceMaker(
@@ -108,7 +108,7 @@ def maker_for(dataset, tokenizer, recipe: PreferenceRecipe, wanted: PreferenceFo
         extras=tuple(extra for extra in wanted.extras if extra in columns or extra == "label"),
         ref_logps=tuple(column for column in logps if column in columns),
     )
-    maker({column: [row.get(column) for row in rows] for column in columns}, range(len(rows)))
+    maker(columns, range(len(rows)))
     maker.check_settings(rows[0])
     return maker
 
@@ -167,7 +167,7 @@ def _counts_as_prepared(dataset: Dataset, maker: PreferenceMaker, report: Prefer
 def _counts_of(table: pa.Table, maker: PreferenceMaker) -> Counts | None:
     """`COUNTS` of rows that are prepared; None where one of them is not."""
     prompt = _lengths(table.column("prompt_ids"))
-    columns = [table.column(column).combine_chunks() for column in maker.wanted.columns[1:]]
+    columns = [table.column(f"{side}_ids").combine_chunks() for side in maker.wanted.written]
     if maker.wanted.ranked:
         per_row, inner = _lengths(columns[0]), _lengths(columns[0].flatten())
         if per_row.min() < 2:
@@ -179,7 +179,8 @@ def _counts_of(table: pa.Table, maker: PreferenceMaker) -> Counts | None:
         lengths = np.stack([_lengths(column) for column in columns])
         per_row, total = np.full(len(table), len(columns)), lengths.sum(0)
         longest, shortest = lengths.max(0), lengths.min(0)
-    if (shortest <= (prompt == 0)).any() or not maker.recipe.holds(prompt, longest):
+    others = _lengths(table.column(f"{MISMATCHED}_ids")) if MISMATCHED in maker.wanted.sides else longest
+    if (shortest <= (prompt == 0)).any() or not maker.recipe.holds(prompt, np.maximum(longest, others)):
         return None
     nothing = np.zeros_like(prompt)
     fates = nothing.copy()
@@ -303,6 +304,11 @@ def _prepared_stream(dataset: IterableDataset, maker: PreferenceMaker, report: P
     features = _features(maker, dataset, counts=False)
     if MISMATCHED in maker.wanted.sides:
         features[f"{MISMATCHED}_ids"] = List(Value("int32"))
+    rows = list(islice(dataset, CHECKED_ROWS))
+    trial = PreferenceStream(maker, PreferenceReport(maker.name))
+    trial.count(maker(as_columns(rows), range(len(rows))), len(rows))
+    if len(rows) < CHECKED_ROWS:
+        _raise_if_nothing_to_learn(trial.report, maker)
     return dataset.map(
         PreferenceStream(maker, report),
         batched=True,
@@ -325,13 +331,18 @@ class PreferenceStream:
 
     def __call__(self, batch: dict[str, list], indices: list[int]) -> dict[str, list]:
         table = self.maker(batch, indices)
-        counts = {name: table.column(name).to_numpy() for name in COUNTS}
-        self.report.count_rows(counts, rows_in=len(indices))
+        fates = self.count(table, len(indices))
         if self.report.rows_in >= HOPELESS_ROWS:
             _raise_if_nothing_to_learn(self.report, self.maker)
         _warn(self.report, self.told)
-        kept = table.drop_columns(list(COUNTS)).filter(pa.array(counts["fate"] & int(GONE) == 0)).to_pydict()
+        kept = table.drop_columns(list(COUNTS)).filter(pa.array(fates & int(GONE) == 0)).to_pydict()
         return self._mismatched(kept) if MISMATCHED in self.maker.wanted.sides and kept["prompt_ids"] else kept
+
+    def count(self, table: pa.Table, rows_in: int) -> np.ndarray:
+        """Add to the report the rows of `table`, made of `rows_in`; what became of each comes back."""
+        counts = {name: table.column(name).to_numpy() for name in COUNTS}
+        self.report.count_rows(counts, rows_in=rows_in)
+        return counts["fate"]
 
     def _mismatched(self, kept: dict[str, list]) -> dict[str, list]:
         prompts, completions = list(kept["prompt_ids"]), list(kept["completion_ids"])

@@ -146,6 +146,12 @@ def as_dataset(rows: AnyRows, name: str = "train") -> Dataset | IterableDataset:
     return Dataset.from_list(list(_plain_rows(rows[i] for i in range(len(rows)))))
 
 
+def as_columns(rows: list[dict[str, Any]]) -> dict[str, list]:
+    """`rows` as a batch; None where a row lacks a column."""
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return {column: [row.get(column) for row in rows] for column in columns}
+
+
 def _plain_rows(rows: Iterable[dict[str, Any]]):
     for row in rows:
         yield {
@@ -378,8 +384,7 @@ def _tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> tuple:
 def try_out(maker: Maker, rows: list[dict[str, Any]]) -> None:
     """Prepare the first rows of a stream, so that what is wrong with them is known before a model is loaded."""
     trial = PreparationReport(maker.name)
-    columns = dict.fromkeys(column for row in rows for column in row)
-    made = maker({column: [row.get(column) for row in rows] for column in columns}, range(len(rows)))
+    made = maker(as_columns(rows), range(len(rows)))
     _count(Dataset(made), trial, rows_in=len(rows))
     if len(rows) < CHECKED_ROWS:
         _raise_if_nothing_left(trial, maker.recipe)
