@@ -103,7 +103,7 @@ def checked_head(model: nn.Module, num_labels: int | None = None) -> PreTrainedM
     classification_head(base)
     found = base.config.num_labels  # type: ignore[union-attr]
     if num_labels is not None and found != num_labels:
-        kind = "reward is one number" if num_labels == 1 else f"step is judged by {num_labels}"
+        kind = "reward is one number" if num_labels == 1 else "step is good or bad"
         raise ValueError(
             f"{type(base).__name__} has num_labels={found}, but a {kind}. Load it with num_labels={num_labels}, or "
             "pass its name instead of the object"
