@@ -8,7 +8,7 @@ ahead than white space goes on, and none has a match with, inside it,
 - a space after anything that isn't white space;
 - an ASCII letter or digit, and then the other of the two, ASCII punctuation or a newline;
 - ASCII punctuation, and then a digit;
-- a newline, and then anything printable: one newline alone is the same match with and without what follows.
+- a newline, and then anything but white space: one newline alone is the same match with and without what follows.
 
 Anywhere else (other white space, letters beyond ASCII) a piece goes on to the next such place.
 """
@@ -29,8 +29,8 @@ PIECE = re.compile(
     r"""
       [ ]?[A-Za-z]++(?![^\n -~])
     | [ ]?[0-9]++(?![^\n -~])
-    | [ ]?[!-/:-@\[-`{-~]++(?: (?=[ 0-9]) | \n(?=[!-~]) | [A-Za-z]++(?![^\n -~]) | \n?\Z)
-    | \n(?=[!-~])
+    | [ ]?[!-/:-@\[-`{-~]++(?: (?=[ 0-9]) | \n(?=\S) | [A-Za-z]++(?![^\n -~]) | \n?\Z)
+    | \n(?=\S)
     | (?:\s*+\S++)+?(?=[ ]|\Z)
     | [\s\S]+
     """,

@@ -100,6 +100,8 @@ def test_a_span_within_a_piece_is_left_to_the_whole_text():
     assert pieces.encode("cd Bob", [(2, 6)]) is not None
     assert pieces.encode("cd Bob", [(3, 6)]) is None
     assert pieces.encode("cd Bob", [(2, 5)]) is None
+    assert pieces.encode("Bob\n日本", [(4, 6)]) is not None  # as an answer after a header starts
+    assert pieces.encode("Bob\n\n日本", [(5, 7)]) is None
 
 
 def test_truncation_and_padding_that_a_tokenizer_was_left_with_do_not_show():
