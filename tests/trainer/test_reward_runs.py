@@ -61,9 +61,12 @@ def run(model, tokenizer, folder, kind, per_device=2, resume=None, callbacks=(),
     return trainer
 
 
+def measured(entry: dict) -> dict:
+    return {k: v for k, v in entry.items() if not k.endswith(("runtime", "per_second", "total_flos"))}
+
+
 def log(trainer) -> list[dict]:
-    timing = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos")
-    return [{k: v for k, v in entry.items() if k not in timing} for entry in trainer.state.log_history]
+    return [measured(entry) for entry in trainer.state.log_history]
 
 
 # Ranks
@@ -74,7 +77,7 @@ def outcome(model, tokenizer, folder, kind, per_device) -> dict:
         model, tokenizer, folder, kind, per_device,
         optim="sgd", learning_rate=0.5, max_grad_norm=0, num_train_epochs=1, logging_steps=1, save_strategy="no",
     )  # fmt: skip
-    evaluation = {k: v for k, v in trainer.evaluate().items() if not k.endswith(("runtime", "per_second"))}
+    evaluation = measured(trainer.evaluate())
     weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
     return {"log": log(trainer), "evaluation": evaluation, "weights": weights}
 
