@@ -1,0 +1,119 @@
+"""Runs of a few steps under plain SGD, on one process or on two, to be compared."""
+
+import copy
+import os
+import re
+import socket
+
+import pytest
+import torch
+import torch.multiprocessing
+
+DEFAULTS = {
+    "use_cpu": True,
+    "optim": "sgd",
+    "learning_rate": 0.1,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 1e9,
+    "per_device_train_batch_size": 4,
+    "max_steps": 2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+NOT_COMPARED = {"epoch", "step", "learning_rate", "num_tokens"}
+
+
+class Run:
+    """What a finished trainer has to show."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    @property
+    def logs(self) -> list[dict[str, float]]:
+        """The metrics of each step."""
+        history = [log for log in self.trainer.state.log_history if "loss" in log]
+        return [{name: value for name, value in log.items() if name not in NOT_COMPARED} for log in history]
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    def evaluate(self, *args, **options) -> dict[str, float]:
+        """What `evaluate` measures, without times."""
+        found = self.trainer.evaluate(*args, **options)
+        return {name: value for name, value in found.items() if not re.search("time|second|epoch", name)}
+
+    def assert_same(self, other, rtol=1e-4, atol=1e-5):
+        assert_close_logs(self.logs, other.logs, rtol, atol)
+        for name, weight in self.weights.items():
+            torch.testing.assert_close(weight, other.weights[name], rtol=rtol, atol=atol, msg=name)
+
+
+def assert_close_logs(ours, theirs, rtol=1e-4, atol=1e-5):
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert one[name] == pytest.approx(other[name], rel=rtol, abs=atol), name
+
+
+@pytest.fixture
+def train(tiny_llama, bpe_tokenizer, tmp_path):
+    """`train(trainer_class, rows, model=..., trainer_options=..., **config)` gives the `Run` of a copy of the model."""
+
+    def run(trainer_class, rows, model=None, trainer_options=None, resume=None, **config) -> Run:
+        args = trainer_class.config_class(**DEFAULTS | {"output_dir": str(tmp_path / "run")} | config)
+        options = {"processing_class": bpe_tokenizer} | (trainer_options or {})
+        model = copy.deepcopy(tiny_llama if model is None else model)
+        trainer = trainer_class(model, args=args, train_dataset=rows, **options)
+        if args.max_steps > 0:
+            trainer.train(resume_from_checkpoint=resume)
+        return Run(trainer)
+
+    return run
+
+
+CUTS = (
+    {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+    {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2},
+    {"layout": "padded", "activation_checkpointing": False},
+)
+
+
+@pytest.fixture
+def assert_cuts_change_nothing(train):
+    """A step on four rows is the same in micro-batches, padded, and without checkpointing; gives the whole one."""
+
+    def check(trainer_class, rows, *others, **common):
+        common = {"max_steps": 1, "learning_rate": 1.0} | common
+        whole = train(trainer_class, rows, **common)
+        for options in (*CUTS, *others):
+            train(trainer_class, rows, **common | options).assert_same(whole, rtol=1e-5)
+        return whole
+
+    return check
+
+
+@pytest.fixture
+def on_two_ranks(tmp_path):
+    """`on_two_ranks(function)` gives what `function()` returns in each of two processes that know each other."""
+
+    def run(function) -> list:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        arguments = (port, function, str(tmp_path))
+        torch.multiprocessing.start_processes(_rank, args=arguments, nprocs=2, start_method="fork")
+        return [torch.load(tmp_path / f"rank{index}.pt") for index in (0, 1)]
+
+    return run
+
+
+def _rank(index: int, port: int, function, folder: str) -> None:
+    torch.set_num_threads(1)
+    place = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    torch.save(function(), f"{folder}/rank{index}.pt")
