@@ -57,24 +57,60 @@ class InspectArguments:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code."""
-    usage = f"{PROG} [METHOD] [--n N | --row K] [--json | --html FILE] [options of strop METHOD, sft if not said]"
+    usage = f"{PROG} [METHOD] [--n N | --row K] [--json | --html FILE] [options of strop METHOD; the rows tell which]"
     own = Options(PROG, [InspectArguments], usage)
     name, words = method_of(argv)
-    method = METHODS[name]
+    method, is_named = METHODS[name], len(words) < len(argv)
     shown, words = own.split(words)
-    options = all_options(PROG, method)
     if {"-h", "--help"} & set(shown):
         own.parser.print_help()
         print("\nand how the rows are made:\n")
-        options.parser.print_help()
+        all_options(PROG, method).parser.print_help()
         return 0
     (how,) = own.build(own.read(shown))
+    instances = built(method, words)
+    raw = raw_rows(*instances)
+    if not is_named:
+        other = method_for(raw)
+        if other != name:
+            print(f"{PROG}: the rows are shown as `strop {other}` reads them, with its options", file=sys.stderr)
+            method, instances = METHODS[other], built(METHODS[other], words)
+    explained, report, tokenizer_name = explained_rows(how, method, raw, *instances)
+    show(how, explained, report, tokenizer_name)
+    return 0
+
+
+def built(method: Method, words: Sequence[str]) -> list[Any]:
+    """The instances that the words, and the file that they name, make of the method's options."""
+    options = all_options(PROG, method)
     settings = options.read(words, config_file(words))
     _, _, *instances = options.build(settings)
     check(settings, *instances)
-    explained, report, tokenizer_name = explained_rows(how, method, *instances)
-    show(how, explained, report, tokenizer_name)
-    return 0
+    return instances
+
+
+def raw_rows(script: Any, mixture: Any, *_: Any) -> Any:
+    """The rows as they are written."""
+    from strop.data.prepare import as_dataset
+
+    return as_dataset(rows(script, mixture, False)[0])
+
+
+KNOWN_BY = {
+    "prm": {"prompt", "completions", "labels"},
+    "reward": {"completions"},
+    "tpo": {"chosen", "rejected", "reference"},
+    "dpo": {"chosen", "rejected"},
+    "kto": {"prompt", "completion", "label"},
+}
+"""Method -> columns that tell rows for it; the first one counts."""
+
+
+def method_for(raw: Any) -> str:
+    """The method that reads rows like these; "sft" for texts."""
+    columns = raw.column_names or list(next(iter(raw), {}))
+    plain = {column.removesuffix("_input_ids").removesuffix("_ids") for column in columns}
+    return next((method for method, needed in KNOWN_BY.items() if needed <= plain), "sft")
 
 
 def config_file(words: Sequence[str]) -> dict[str, Setting]:
@@ -84,16 +120,14 @@ def config_file(words: Sequence[str]) -> dict[str, Setting]:
     return apply_environment(read_config(said["config"].value)) if "config" in said else {}
 
 
-def explained_rows(how: InspectArguments, method: Method, script: Any, mixture: Any, model_args: Any, *more: Any):
+def explained_rows(how: InspectArguments, method: Method, raw: Any, *instances: Any):
     """(rows, preparation report, name of the tokenizer). Packed and streamed rows come without the raw row."""
-    from strop.data.prepare import as_dataset
     from strop.models.model_config import init_kwargs
     from strop.trainer.setup import ready_tokenizer
 
-    args = more[-1]
+    model_args, args = instances[2], instances[-1]
     args.model_init_kwargs = init_kwargs(model_args, args.model_init_kwargs)
     tokenizer = ready_tokenizer(None, model_args.model_name_or_path, args)
-    raw = as_dataset(rows(script, mixture, False)[0])
     if method.rows == "texts":
         return *texts(how, raw, tokenizer, args), tokenizer.name_or_path
     return *answers(how, raw, tokenizer, args, format_of(method, args, raw)), tokenizer.name_or_path

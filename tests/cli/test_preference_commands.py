@@ -145,10 +145,16 @@ def test_inspect_shows_what_a_method_reads(command, rows, shown, here, capsys, t
     for weights in tiny_folder.glob("*.safetensors"):
         weights.unlink()
     write(here / "rows.jsonl", rows)
-    assert inspect.main([command, "--model", str(tiny_folder), "--data", "rows.jsonl", "--n", "2"]) == 0
+    words = ["--model", str(tiny_folder), "--data", "rows.jsonl", "--n", "2"]
+    assert inspect.main([command, *words]) == 0
     printed = capsys.readouterr().out
     assert [words for words in shown if words not in printed] == []
     assert "rows in" in printed.splitlines()[-1]
+    if "margin" not in shown[0]:  # which only reward models read
+        assert inspect.main(words) == 0
+        without = capsys.readouterr()
+        assert without.out == printed
+        assert f"shown as `strop {command}` reads them" in without.err
 
 
 def test_a_command_about_no_method_names_the_nearest():
