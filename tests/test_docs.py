@@ -40,6 +40,13 @@ def workplace(tmp_path, monkeypatch, chat_rows):
     """A folder with the files that documents speak of, as the working directory; nothing is typed."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows))
     (tmp_path / "gsm8k_train.jsonl").write_text(json.dumps({"question": "What is 1 + 2?", "answer": "3"}) + "\n")
+    pair = {"prompt": "Is ice hot?", "chosen": " Ice is cold.", "rejected": " Yes."}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    (tmp_path / "triples.jsonl").write_text(json.dumps(pair | {"reference": " No."}) + "\n")
+    labelled = [
+        {"prompt": f"Is ice {what}?", "completion": " Yes.", "label": what == "cold"} for what in ("cold", "hot")
+    ]
+    (tmp_path / "labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
     (tmp_path / "questions.jsonl").write_text('{"prompt": "Is ice hot?"}\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
