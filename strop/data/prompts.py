@@ -88,8 +88,8 @@ def separated(prompt: Words | None, sides: Sequence[Words]) -> tuple[Words, list
         return (prompt, list(sides)) if isinstance(sides[0], str) else _after_question(prompt, sides)
     if isinstance(sides[0], str):
         raise ValueError(
-            "its prompt is a list of messages but its answers are texts: how they would be written after it could not "
-            'be told. Write them as messages, e.g. [{"role": "assistant", "content": ...}]'
+            f"its prompt is a {type(prompt).__name__} but its answers are texts: how they would be written after it "
+            'could not be told. Write both as texts, or both as messages, e.g. [{"role": "assistant", "content": ...}]'
         )
     repeats = [side[: len(prompt)] == prompt for side in sides]
     if not any(repeats):
@@ -142,7 +142,8 @@ def _is_messages(value: Any) -> bool:
 
 def _missing(row: Row, columns: Sequence[str], missing: Sequence[str]) -> str:
     found = sorted(name for name, value in row.items() if value is not None)
-    return f"it needs {' and '.join(map(repr, columns))}, but {' and '.join(map(repr, missing))} is not among {found}"
+    needed, absent = (" and ".join(map(repr, names)) for names in (columns, missing))
+    return f"it needs {needed}, but there is no {absent} among its columns {found}"
 
 
 def _ranked(row: Row) -> list[Any]:

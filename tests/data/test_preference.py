@@ -92,7 +92,9 @@ class TestWhatComesIn:
             prepare(DatasetDict(train=Dataset.from_list(ROWS)), bpe_tokenizer)
 
     def test_missing_sides_are_named(self, bpe_tokenizer):
-        with pytest.raises(ValueError, match=r"train row 0: it needs 'chosen' and 'rejected', .* not among \['text'\]"):
+        with pytest.raises(
+            ValueError, match=r"train row 0: it needs 'chosen' and 'rejected', .* among its columns \['text'\]"
+        ):
             prepare([{"text": "x"}], bpe_tokenizer)
 
     def test_no_rows(self, bpe_tokenizer):

@@ -81,9 +81,9 @@ class TestBesideAPrompt:
             ({"prompt": [Q], "chosen": [Q, A], "rejected": [B]}, "some of its answers begin with the prompt"),
             ({"prompt": [Q], "chosen": [Q, A], "rejected": [Q]}, "the prompt and nothing more"),
             ({"prompt": "Is it?", "chosen": [Q, A], "rejected": [Q, B]}, "'Is it\\?' is none of the messages"),
-            ({"prompt": [Q], "chosen": "No.", "rejected": "Yes."}, "a list of messages but its answers are texts"),
+            ({"prompt": [Q], "chosen": "No.", "rejected": "Yes."}, "prompt is a list but its answers are texts"),
             ({"prompt": "x", "chosen": "No.", "rejected": [B]}, "of the kinds str, list"),
-            ({"prompt": "x", "chosen": "No.", "rejected": None}, "'rejected' is not among"),
+            ({"prompt": "x", "chosen": "No.", "rejected": None}, "no 'rejected' among its columns"),
             ({"prompt": "x", "chosen": "No.", "rejected": "Yes.", "image": 1}, "images, which preference training"),
         ],
     )

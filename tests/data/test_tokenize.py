@@ -1,9 +1,12 @@
 """Ends of text by position, one BOS, and the seam of prompt and completion by characters."""
 
+import random
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from strop.data.pieces import pieces_of
 from strop.data.report import Fate
 from strop.data.tokenize import encoded, eos_id, tokenise_chats, tokenise_texts
 
@@ -164,3 +167,15 @@ def test_texts_get_the_same_tokens_one_by_one_and_together(monkeypatch, special)
         found.append([(ids, encoding.offsets) for ids, encoding in encoded(tokenizer, texts, special)])
     assert found[0] == found[1]
     assert len(found[0][2][0]) == 5 + special
+
+
+@pytest.mark.parametrize("around", ["$A", "<s> $A", "<s> $A </s>"])
+def test_texts_by_pieces_are_those_of_whole_texts(around):
+    tokenizer = make(around)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces, rng = pieces_of(tokenizer), random.Random(0)
+    texts = ["".join(rng.choices(["ab", "c", " ", " c", "x", "<s>", "</s>"], k=rng.randint(0, 8))) for _ in range(300)]
+    starts = [rng.randint(0, len(text)) for text in texts]
+    for given in (starts, None):
+        expected = tokenise_texts(tokenizer, texts, given, EOS)
+        assert tokenise_texts(tokenizer, texts, given, EOS, pieces) == expected
