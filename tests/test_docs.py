@@ -47,6 +47,8 @@ def workplace(tmp_path, monkeypatch, chat_rows):
         {"prompt": f"Is ice {what}?", "completion": " Yes.", "label": what == "cold"} for what in ("cold", "hot")
     ]
     (tmp_path / "labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
+    steps = {"prompt": "Is ice hot?", "completions": ["Ice is cold.", "So yes."], "labels": [True, False]}
+    (tmp_path / "steps.jsonl").write_text(json.dumps(steps) + "\n")
     (tmp_path / "questions.jsonl").write_text('{"prompt": "Is ice hot?"}\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
