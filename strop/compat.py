@@ -86,7 +86,7 @@ SFT = {
 
 REFERENCE_FREE = {
     "generate_during_eval": Removed("pass callbacks=[LogCompletionsCallback(...)] to the trainer"),
-    "is_encoder_decoder": Removed("the model's own config tells"),
+    "is_encoder_decoder": Removed("decoder-only models are trained here; SFTTrainer takes encoder-decoder ones"),
     "padding_value": Removed("padding is neither attended to nor scored; pad_token sets it for models that need one"),
     "label_pad_token_id": Removed("labels are always padded with -100"),
 }

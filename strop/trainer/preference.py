@@ -17,6 +17,7 @@ from strop.data.preference import PAIRS, PreferenceCollator, PreferenceFormat, p
 from strop.data.report import PreparationReport
 from strop.losses.reduce import StepCounts
 from strop.models.arguments import ModelInitArguments
+from strop.models.forward import base_model
 from strop.models.segments import Layout
 
 from . import checks, whole_step
@@ -100,6 +101,7 @@ class PreferenceTrainer(BaseTrainer):
             train_dataset = self.prepared(train_dataset, "train", tokenizer, args)
             eval_dataset = self.prepared(eval_dataset, "eval", tokenizer, args)
         model = self.ready_model(model, args, tokenizer, quantization_config, peft_config)
+        refuse_encoder_decoder(model)
         for report in self.preparation_reports.values():
             check_lengths(model, report, args.max_length)
         if args.disable_dropout:
@@ -226,6 +228,16 @@ class PreferenceTrainer(BaseTrainer):
         """As in transformers, and `test_dataset` may be raw rows."""
         test_dataset = self.prepared(test_dataset, metric_key_prefix, self.processing_class, self.args)
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+
+def refuse_encoder_decoder(model: Module) -> None:
+    """Refuse a model whose encoder reads the prompt and whose decoder writes the completion: rows are one text here."""
+    base = base_model(model)
+    if getattr(base.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(base).__name__} has an encoder and a decoder, but here prompt and completion are one text. Take a "
+            "decoder-only model; SFTTrainer trains encoder-decoder models"
+        )
 
 
 def disable_dropout(model: Module) -> None:

@@ -161,12 +161,20 @@ def test_a_step_equals_trl(case, tmp_path):
         ({"simpo_gamma": 1.0}, "simpo_gamma=1.0 would have no effect with loss_type='sigmoid'"),
         ({"beta": 0.0}, "beta=0.0 is out of range"),
         ({"generate_during_eval": True}, "LogCompletionsCallback"),
-        ({"is_encoder_decoder": True}, "the model's own config tells"),
+        ({"is_encoder_decoder": True}, "decoder-only models are trained here"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         CPOConfig(str(tmp_path), use_cpu=True, **options)
+
+
+def test_encoder_decoder_models_are_refused(train):
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=400, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration has an encoder and a decoder"):
+        train(CPOTrainer, ROWS, model=T5ForConditionalGeneration(config), max_steps=0)
 
 
 def test_no_config_is_the_default_one(tiny_folder, monkeypatch, tmp_path):
