@@ -1,7 +1,7 @@
 """How one row becomes a prompt and answers in tokens: a recipe made of settings, and the callable that follows it."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -218,12 +218,12 @@ class PreferenceMaker:
     def _parts(self, tokens: Tokens, row: Row) -> list[Tokens]:
         """`tokens` with the row's extras; a pair, where labelled rows are wanted, as two of them."""
         if "label" in self.wanted.extras and len(tokens.sides) == 2:
-            rest = {name: NUMBERS[name](row.get(name)) for name in self.extras if name != "label"}
+            rest = {name: as_number(name, row.get(name)) for name in self.extras if name != "label"}
             return [
                 Tokens(tokens.prompt, [ids], {**rest, "label": label}, tokens.fate)
                 for ids, label in zip(tokens.sides, (True, False), strict=True)
             ]
-        tokens.extras = {name: NUMBERS[name](row.get(name)) for name in self.extras}
+        tokens.extras = {name: as_number(name, row.get(name)) for name in self.extras}
         return [tokens]
 
     # Tokenising
@@ -308,7 +308,9 @@ class PreferenceMaker:
             for i, side in enumerate(self.wanted.written):
                 columns[f"{side}_ids"] = pa.array([row.sides[i] for row in rows], TOKEN_LIST)
         for name in self.extras:
-            columns[name] = pa.array([row.extras[name] for row in rows], EXTRA_TYPES[name])
+            columns[name] = pa.array(
+                [row.extras[name] for row in rows], pa.bool_() if name == "label" else pa.float32()
+            )
         for name in self.ref_logps:
             columns[name] = pa.array([row.ref_logps.get(name) for row in rows])
         counts = zip(*(row.counts for row in rows), strict=True) if rows else [()] * len(COUNTS)
@@ -424,12 +426,10 @@ def as_label(value: Any) -> bool:
     raise ValueError(f"its label is {value!r}, which says neither good nor bad; write true or false (1 or 0)")
 
 
-def as_number(value: Any) -> float:
-    """A margin as a float. Raises ValueError for what is no finite number."""
+def as_number(name: str, value: Any) -> float | bool:
+    """What the column `name` says of a row: a label, or a number. Raises ValueError for what is no finite number."""
+    if name == "label":
+        return as_label(value)
     if isinstance(value, int | float) and abs(value) < float("inf"):
         return float(value)
-    raise ValueError(f"its margin is {value!r}, but it is subtracted from a difference of scores; write a number")
-
-
-NUMBERS: dict[str, Callable[[Any], Any]] = {"label": as_label, "margin": as_number}
-EXTRA_TYPES = {"label": pa.bool_(), "margin": pa.float32()}
+    raise ValueError(f"its {name} is {value!r}, but the loss reckons with it; write a number in every row, or in none")

@@ -60,7 +60,7 @@ def prepare_steps(
     try_out(maker, first_rows)
     if isinstance(dataset, IterableDataset):
         return map_stream(dataset, maker, report), report
-    if not counts_as_prepared(dataset, recipe, report):
+    if recipe.last_only or not counts_as_prepared(dataset, recipe, report):
         dataset = map_rows(dataset, maker, report, args)
     logger.info("%s", report)
     return dataset, report
@@ -140,7 +140,7 @@ class StepMaker:
 
     def _made(self, row: Row, ids: list[list[int]]) -> Prepared:
         if row.get("input_ids") is not None:
-            return self._fitted([], *_own_tokens(row))
+            return self._fitted([], *_own_tokens(row, self.recipe.last_only))
         prompt, steps = ids[0], ids[1:]
         bos = self.tokenizer.bos_token_id
         if bos is not None and isinstance(row["prompt"], str) and prompt[:1] != [bos]:
@@ -150,9 +150,7 @@ class StepMaker:
         for step, label in zip(steps, row["labels"], strict=True):
             solution += step + self.separator
             labels += [IGNORE] * (len(step) + len(self.separator) - 1) + [int(as_label(label))]
-        if self.recipe.last_only:
-            labels = [IGNORE] * (len(labels) - 1) + labels[-1:]
-        return self._fitted(prompt, solution, labels)
+        return self._fitted(prompt, solution, last_label(labels) if self.recipe.last_only else labels)
 
     def _fitted(self, prompt: list[int], solution: list[int], labels: list[int]) -> Prepared:
         """The row within the recipe's limits; emptied where it is to be dropped or has no label."""
@@ -170,7 +168,13 @@ class StepMaker:
         return without_untrainable(cut)
 
 
-def _own_tokens(row: Row) -> tuple[list[int], list[int]]:
+def last_label(labels: list[int]) -> list[int]:
+    """`labels` without all but the last."""
+    last = max((i for i, label in enumerate(labels) if label != IGNORE), default=0)
+    return [IGNORE] * last + labels[last:]
+
+
+def _own_tokens(row: Row, last_only: bool) -> tuple[list[int], list[int]]:
     """The row's input_ids and labels. Raises ValueError for labels that judge no step."""
     ids, labels = list(row["input_ids"]), row.get("labels")
     if labels is None or len(labels) != len(ids):
@@ -181,7 +185,7 @@ def _own_tokens(row: Row) -> tuple[list[int], list[int]]:
     unknown = sorted(set(labels) - {0, 1, IGNORE})
     if unknown:
         raise ValueError(f"it has the labels {unknown}; a step is good (1) or bad (0), and other tokens have -100")
-    return ids, list(labels)
+    return ids, last_label(list(labels)) if last_only else list(labels)
 
 
 @dataclass

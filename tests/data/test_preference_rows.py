@@ -6,7 +6,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from strop.data.arguments import PreferenceArguments
-from strop.data.preference import LABELLED, PAIRS, PAIRS_WITH_MARGIN, RANKED, TRIPLES, prepare_preference
+from strop.data.preference import (
+    LABELLED,
+    PAIRS,
+    PAIRS_WITH_MARGIN,
+    RANKED,
+    TRIPLES,
+    PreferenceFormat,
+    prepare_preference,
+)
 from strop.data.preference_rows import PreferenceRecipe
 
 CHATML = "<|im_start|>{{ m['role'] }}\n{{ %s }}<|im_end|>\n"
@@ -323,6 +331,10 @@ class TestNumbers:
             rows = [pair("x", "a", "b") | {"margin": m} for m in (1.0, margin)]
             with pytest.raises(ValueError, match=f"train row 1: its margin is {margin}"):
                 prepared(rows, letters(), PAIRS_WITH_MARGIN)
+
+    def test_numbers_of_any_name(self):
+        weighted = PreferenceFormat(PAIRS.sides, ("weight",))
+        assert prepared([pair("x", "a", "b") | {"weight": 2}], letters(), weighted)[0][0]["weight"] == 2.0
 
     def test_ranked_completions_are_tokenised_in_their_order(self):
         rows = [

@@ -96,6 +96,8 @@ def test_preparing_twice_is_preparing_once_and_streams_are_like_sets(bpe_tokeniz
     assert second.trained_tokens == first.trained_tokens == 4
     stream, _ = prepare(Dataset.from_list(rows).to_iterable_dataset(), bpe_tokenizer)
     assert list(stream) == once.to_list()
+    last, _ = prepare(once, bpe_tokenizer, train_on_last_step_only=True)
+    assert last.to_list() == prepare(rows, bpe_tokenizer, train_on_last_step_only=True)[0].to_list()
     shorter, report = prepare(once, bpe_tokenizer, max_length=len(once[0]["input_ids"]) - 1)
     assert (report.truncated_rows, sum(label != -100 for label in shorter[0]["labels"])) == (2, 1)
 
