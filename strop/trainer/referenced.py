@@ -6,7 +6,8 @@ from typing import Any
 from datasets import Dataset
 from torch import Tensor
 from torch.nn import Module
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from strop.callbacks.bema import BEMACallback
 from strop.callbacks.state import refuse_shards
@@ -36,6 +37,9 @@ from .precompute import ReferenceColumns
 from .preference import PreferenceConfig, PreferenceTrainer, Rows, disable_dropout
 from .setup import ITERABLE
 
+SAMPLE = 256
+"""Numbers of each tensor by which a resumed run knows its reference."""
+
 
 class ReferencedTrainer(PreferenceTrainer):
     """A `PreferenceTrainer` with a reference policy, which `reference_logps` asks.
@@ -62,6 +66,7 @@ class ReferencedTrainer(PreferenceTrainer):
         """Who computes log-probabilities; None if no one can any more."""
         self.reference: Reference = self._asked
         self._ref_guard = LayoutGuard()
+        self.add_callback(SameReference(fingerprint(self._asked, SAMPLE)))
         if self.args.precompute_ref_log_probs:
             self._precompute()
 
@@ -96,7 +101,7 @@ class ReferencedTrainer(PreferenceTrainer):
         reference = reference_for(
             self.model, self._ref_model, moving=bool(movers), copied=not self.args.precompute_ref_log_probs
         )
-        if isinstance(reference, FrozenModel) and not is_quantized(base_model(reference.model)):
+        if isinstance(reference, FrozenModel) and not is_placed(reference.model):
             reference.model.to(self.args.device)
         if isinstance(reference, FrozenWeights):
             refuse_shards(self.args, "an adapter that is its own reference")
@@ -105,6 +110,11 @@ class ReferencedTrainer(PreferenceTrainer):
         if self.args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(reference))
         return reference
+
+    @property
+    def ref_model(self) -> Module | None:
+        """The second model in memory, if the reference is one."""
+        return self.reference.model if isinstance(self.reference, FrozenModel) else None
 
     def reference_logps(self, batch: Batch) -> Tensor:
         """(B, T): what the reference says of a batch, asked once."""
@@ -164,6 +174,30 @@ class ReferencedTrainer(PreferenceTrainer):
                 "as an eval_dataset, or leave precompute_ref_log_probs out"
             )
         return self._columns(rows, name)
+
+
+class SameReference(TrainerCallback, ExportableState):
+    """Refuses to resume with another reference than the run began with."""
+
+    def __init__(self, found: str):
+        self.found = found
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"found": self.found}}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
+        if saved and saved["attributes"]["found"] != self.found:
+            raise ValueError(
+                f"the run resumes at step {state.global_step} with another reference than it began with, so its "
+                "log-ratios would be others. Pass the model (and ref_model) that it began with, not a checkpoint: "
+                "resume_from_checkpoint loads the trained weights"
+            )
+
+
+def is_placed(model: Module) -> bool:
+    """Whether the devices of `model` are settled: it is quantised, or spread over several."""
+    return is_quantized(base_model(model)) or getattr(base_model(model), "hf_device_map", None) is not None
 
 
 def check_reference(args: ReferenceArguments) -> None:

@@ -92,3 +92,10 @@ def test_killed_and_resumed_equals_uninterrupted(tiny_llama, bpe_tokenizer, tmp_
     assert bool(ours) == (kind != "precomputed")
     for name, weight in ours.items():
         assert torch.equal(weight, theirs[name]), name
+
+
+def test_another_reference_is_refused(tiny_llama, bpe_tokenizer, tmp_path):
+    """As when the checkpoint is given as the model, too: its trained weights would be their own reference."""
+    trained = run(tiny_llama, bpe_tokenizer, tmp_path, "stream").model
+    with pytest.raises(ValueError, match="the run resumes at step 5 with another reference than it began with"):
+        run(trained, bpe_tokenizer, tmp_path, "stream", resume=True)
