@@ -103,7 +103,7 @@ class PreferenceArguments:
 
     truncation_mode: str = "keep_start"
     """What gives way above max_length: "keep_start" cuts the end of completions, "keep_end" the start of the prompt,
-    alike for all its completions."""
+    alike for all its completions, but for its last token."""
 
     overlong: str = "truncate"
     """What happens to rows above max_length: "truncate", "drop" or "error"."""

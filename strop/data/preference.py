@@ -287,6 +287,12 @@ def mismatched(prompts: Sequence[list[int]], others: Sequence[list[int]], recipe
 
 def _with_mismatched(kept: Dataset, maker: PreferenceMaker) -> Dataset:
     column = f"{MISMATCHED}_ids"
+    stale = f"ref_{MISMATCHED}_logps"
+    if stale in kept.column_names:
+        raise ValueError(
+            f"the {maker.name} data set has {stale}, but its completions to other prompts have to be chosen or cut "
+            "anew within the limits. Remove the column, or give the limits it was made with"
+        )
     return kept.map(
         Mismatcher(kept, maker),
         batched=True,

@@ -229,7 +229,7 @@ class PreferenceMaker:
     # Tokenising
 
     def _texts(self, rows: Sequence[tuple[int, Answers]]) -> list[Tokens]:
-        texts = [answers.prompt + side for _, answers in rows for side in answers.sides]
+        texts = [f"{answers.prompt}{side}" for _, answers in rows for side in answers.sides]
         starts = [len(answers.prompt) for _, answers in rows for _ in answers.sides]
         made = iter(tokenise_texts(self.tokenizer, texts, starts, self.eos, self.pieces))
         return [_joined(answers, [next(made) for _ in answers.sides], self._opening) for _, answers in rows]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import IterableDataset
 
 from strop.data.formats import ROLES, Message, Row, messages_of, refuse_images, silent_turns
 from strop.data.sides import PAIRS, TRIPLES, PreferenceFormat
@@ -191,7 +191,8 @@ def maybe_extract_prompt(example: Row) -> dict[str, Any]:
     return {**example, "prompt": prompt, **dict(zip(sides, rest, strict=True))}
 
 
-Rows = Dataset | IterableDataset | DatasetDict | IterableDatasetDict
+Rows = Any
+"""A Dataset or IterableDataset, or a dictionary of them."""
 
 
 def unpair_preference_dataset(dataset: Rows, **map_kwargs: Any) -> Rows:
@@ -221,5 +222,10 @@ def maybe_unpair_preference_dataset(dataset: Rows, num_proc: int | None = None, 
     columns = first.column_names or list(next(iter(first)))
     if not set(PAIRS.sides) <= set(columns):
         return dataset
-    workers = {} if isinstance(first, IterableDataset) else {"num_proc": num_proc, "desc": desc}
-    return unpair_preference_dataset(dataset, **workers)
+    if not isinstance(first, IterableDataset):
+        return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)
+    if num_proc is not None:
+        raise ValueError(
+            f"num_proc={num_proc} would have no effect on a stream, which is mapped as it is read; remove it"
+        )
+    return unpair_preference_dataset(dataset)

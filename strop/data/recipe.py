@@ -169,7 +169,9 @@ class RowMaker:
             write = partial(formatted, self.formatting_func)
             texts = [at_row(i, self.name, write, row) for i, row in zip(indices, rows, strict=True)]
             origins = [i for i, parts in zip(indices, texts, strict=True) for _ in parts]
-            return origins, tokenise_texts(self.tokenizer, [text for parts in texts for text in parts], None, self.eos)
+            return origins, tokenise_texts(
+                self.tokenizer, [text for parts in texts for text in parts], None, self.eos, self.pieces
+            )
         for index, row in zip(indices, rows, strict=True):
             at_row(index, self.name, self._check_format, row)
         if self.found.kind == "tokens":
@@ -218,10 +220,12 @@ class RowMaker:
 
     def _texts(self, rows: Sequence[Row]) -> list[Prepared]:
         if self.found.kind == "text":
-            return tokenise_texts(self.tokenizer, [row[self.found.columns[0]] for row in rows], None, self.eos)
+            return tokenise_texts(
+                self.tokenizer, [row[self.found.columns[0]] for row in rows], None, self.eos, self.pieces
+            )
         texts = [row["prompt"] + row["completion"] for row in rows]
         starts = [len(row["prompt"]) for row in rows] if self.trains_completion_only else None
-        return tokenise_texts(self.tokenizer, texts, starts, self.eos)
+        return tokenise_texts(self.tokenizer, texts, starts, self.eos, self.pieces)
 
     # Tokens
 

@@ -129,6 +129,16 @@ class TestPreparedRows:
         ):
             prepare(once, bpe_tokenizer, max_completion_length=1)
 
+    def test_a_reference_of_completions_that_are_cut_is_refused(self, bpe_tokenizer):
+        rows = [{"prompt": "a" * n, "completion": " b" * n, "label": True} for n in (1, 9)]
+        once, _ = prepare(rows, bpe_tokenizer, LABELLED_MISMATCHED)
+        once = once.add_column("ref_mismatched_logps", [[-1.0] * len(ids) for ids in once["mismatched_ids"]])
+        assert prepare(once, bpe_tokenizer, LABELLED_MISMATCHED)[0] is once
+        short = max(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in once)
+        once = once.map(lambda row: {"mismatched_ids": [1] * short})
+        with pytest.raises(ValueError, match="has ref_mismatched_logps, but its completions to other prompts"):
+            prepare(once, bpe_tokenizer, LABELLED_MISMATCHED, max_length=short)
+
     def test_are_cut_where_settings_say_so(self, bpe_tokenizer):
         for wanted in (PAIRS, LABELLED_MISMATCHED):
             once, _ = prepare(ROWS, bpe_tokenizer, wanted)

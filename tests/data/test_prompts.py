@@ -163,6 +163,8 @@ class TestUnpairing:
         stream = maybe_unpair_preference_dataset(self.rows.to_iterable_dataset())
         assert isinstance(stream, IterableDataset)
         assert list(stream) == self.expected
+        with pytest.raises(ValueError, match="num_proc=2 would have no effect on a stream"):
+            maybe_unpair_preference_dataset(self.rows.to_iterable_dataset(), num_proc=2)
         splits = maybe_unpair_preference_dataset(DatasetDict(train=self.rows))
         assert splits["train"].to_list() == self.expected
 
