@@ -92,6 +92,37 @@ def test_the_example_config_runs(workplace, tiny_folder):
     assert (workplace / "sft-from-yaml" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.parametrize(("method", "options"), [("dpo", ["--test_pairs", "1"]), ("reward", [])])
+def test_the_example_on_preferences_runs(workplace, tiny_folder, method, options, capsys):
+    example = runpy.run_path(str(REPOSITORY / "examples" / "preferences.py"))
+    files = ["--train", "pairs.jsonl", "--test", "pairs.jsonl", "--output_dir", "out"]
+    example["main"]([method, "--model", str(tiny_folder), *files, *options])
+    assert "of 1 held-out pairs are in the right order" in capsys.readouterr().out
+    assert (workplace / "out" / "adapter_model.safetensors").exists()
+
+
+def test_the_intervals_of_the_example_are_those_of_the_textbook():
+    example = runpy.run_path(str(REPOSITORY / "examples" / "preferences.py"))
+    # Wilson 1927 at 8 of 10: (0.8 + 0.19208) / 1.38416 -+ 1.96 / 1.38416 * sqrt(0.016 + 0.009604)
+    assert example["wilson"](0.8, 10) == pytest.approx((0.49016, 0.94332), abs=1e-4)
+    alike = example["over_questions"]([1.0] * 50 + [0.0] * 50, ["a"] * 50 + ["b"] * 50)
+    assert alike == (0.0, 1.0)  # two questions, however many pairs
+    low, high = example["over_questions"]([1.0, 0.0] * 200, [str(i) for i in range(400)])
+    assert (low, high) == pytest.approx(example["wilson"](0.5, 400), abs=0.01)
+
+
+def test_the_pairs_of_the_example_are_right_against_wrong(tmp_path):
+    example = runpy.run_path(str(REPOSITORY / "examples" / "gsm8k_pairs.py"))
+    solutions = [("four", True), ("4", True), ("five", False)]
+    row = {"question": "2+2?", "ground_truth": "4"}
+    row |= {f"model {i}": {"is_correct": right, "solution": text} for i, (text, right) in enumerate(solutions)}
+    (tmp_path / "solutions.jsonl").write_text(json.dumps(row) + "\n")
+    example["main"](str(tmp_path / "solutions.jsonl"), str(tmp_path / "pairs"))
+    pairs = [json.loads(line) for line in (tmp_path / "pairs" / "test.jsonl").read_text().splitlines()]
+    assert [(pair["chosen"], pair["rejected"]) for pair in pairs] == [("four", "five"), ("4", "five")]
+    assert (tmp_path / "pairs" / "train.jsonl").read_text() == ""
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#]+)", page.read_text())
