@@ -19,7 +19,7 @@ from strop.models.logps import TokenScores, logps
 from . import whole_step
 from .config import config_for
 from .meter import Metrics
-from .preference import Parts, PreferenceConfig, Rows, means_of
+from .preference import Parts, PreferenceConfig, Rows
 from .referenced import ReferencedTrainer
 
 
@@ -114,11 +114,13 @@ class LabelledTrainer(ReferencedTrainer):
 
     def class_metrics(self, rows: Labelled, policy: Tensor) -> Metrics:
         """Means over the rows of each class."""
-        found: dict[str, Any] = {}
-        for name, members in (("chosen", rows.desirable), ("rejected", ~rows.desirable)):
-            values = {"rewards": self.args.beta * rows.log_ratio[members], "logps": policy[members]}
-            found |= means_of({f"{kind}/{name}": value for kind, value in values.items()}, int(members.sum()))
-        return found
+        values = {"rewards": self.args.beta * rows.log_ratio, "logps": policy}
+        classes = {"chosen": rows.desirable, "rejected": ~rows.desirable}
+        return {
+            f"{kind}/{name}": (masked_sum(value, members), members.sum())
+            for kind, value in values.items()
+            for name, members in classes.items()
+        }
 
     def baseline_metrics(self, rows: Labelled, batch: Batch) -> Metrics:
         """What is logged of the baseline."""

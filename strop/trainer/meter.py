@@ -30,7 +30,8 @@ class WeightedSums:
     def add(self, metrics: Metrics) -> None:
         """Tensors stay on their device, in float64, until they are read."""
         for name, pair in metrics.items():
-            new = torch.stack([torch.as_tensor(x).detach().double() for x in pair])
+            device = next((x.device for x in pair if isinstance(x, Tensor)), None)
+            new = torch.stack([torch.as_tensor(x, device=device).detach().double() for x in pair])
             old = self.sums.get(name)
             self.sums[name] = new if old is None else _joined(name)(torch.stack([old.to(new.device), new]))
 

@@ -1,6 +1,7 @@
 """Runs of a few steps under plain SGD, on one process or on two, to be compared."""
 
 import copy
+import dataclasses
 import os
 import re
 import socket
@@ -8,6 +9,9 @@ import socket
 import pytest
 import torch
 import torch.multiprocessing
+
+from strop.data.collate import keep_examples
+from strop.losses.reduce import StepCounts
 
 DEFAULTS = {
     "use_cpu": True,
@@ -93,6 +97,40 @@ def assert_cuts_change_nothing(train):
         for options in (*CUTS, *others):
             train(trainer_class, rows, **common | options).assert_same(whole, rtol=1e-5)
         return whole
+
+    return check
+
+
+def gradient(trainer, batches) -> dict[str, torch.Tensor]:
+    """That of a step of these micro-batches."""
+    trainer.model.zero_grad()
+    trainer.look_ahead(batches)
+    trainer.model.train()
+    counts = sum((trainer.count(batch) for batch in batches), StepCounts(0, 0))
+    for batch in batches:
+        trainer.loss(trainer.model, batch, counts)[0].backward()
+    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+@pytest.fixture
+def assert_one_gradient():
+    """Four rows of a trainer have one gradient, and not 0, packed or padded, in micro-batches or with fillers."""
+
+    def check(trainer):
+        rows = [trainer.train_dataset[i] for i in range(4)]
+        padded = dataclasses.replace(trainer.data_collator, layout="padded")
+        packed = trainer.data_collator
+        whole = gradient(trainer, [packed(rows)])
+        largest = max(g.abs().max().item() for g in whole.values())
+        assert largest > 1e-3
+        for batches in (
+            [padded(rows)],
+            [packed(rows[:1]), packed(rows[1:])],
+            [padded(rows[:2]), padded(rows[2:])],
+            [packed(rows[:3]), keep_examples(packed(rows[3:] + rows[:2]), 1), keep_examples(packed(rows[:1]), 0)],
+        ):
+            for name, found in gradient(trainer, batches).items():
+                torch.testing.assert_close(found, whole[name], rtol=1e-4, atol=1e-5 * largest, msg=name)
 
     return check
 

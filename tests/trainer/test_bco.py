@@ -66,6 +66,18 @@ def test_how_a_step_is_computed_changes_nothing(assert_cuts_change_nothing, tiny
     assert run.trainer.running.count == len(ROWS)
 
 
+def test_a_step_has_one_gradient(train, assert_one_gradient, tiny_llama, moved):
+    trainer = train(BCOTrainer, ROWS, moved, {"ref_model": tiny_llama}, max_steps=0, beta=1.0).trainer
+    look_ahead = trainer.look_ahead
+
+    def another_step(batches):
+        trainer.running.next = None
+        look_ahead(batches)
+
+    trainer.look_ahead = another_step
+    assert_one_gradient(trainer)
+
+
 def test_two_ranks_are_one_and_keep_one_mean(train, on_two_ranks, tiny_llama, moved):
     rows = Dataset.from_list([*ROWS, {"prompt": "Is fire cold?", "completion": " Yes.", "label": False}])
     options = {"ref_model": tiny_llama, "eval_dataset": rows}

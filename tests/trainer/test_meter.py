@@ -53,3 +53,10 @@ def test_a_restart_in_the_middle_of_a_window_changes_nothing():
     measure(after, range(4, 6))
     assert after.drain(1) == whole.drain(1)
     assert (after.num_tokens, after.loss_sum) == (whole.num_tokens, whole.loss_sum)
+
+
+def test_a_weight_goes_where_its_sum_is():
+    sums = WeightedSums()
+    for _ in range(2):
+        sums.add({"x": (torch.zeros((), device="meta"), 3)})
+    assert sums.sums["x"].device.type == "meta"
