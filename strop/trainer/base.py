@@ -138,6 +138,12 @@ class BaseTrainer(transformers.Trainer):
         share = share * self.accelerator.num_processes  # data parallelism averages gradients; shares want a sum
         return (share, {}) if return_outputs else share
 
+    def _prepare_input(self, data):
+        """As in transformers, but DeepSpeed's dtype is the model's alone: log-probabilities and weights of rows keep
+        theirs."""
+        ours = isinstance(data, Tensor) and self._uses_loss
+        return data.to(self.args.device) if ours else super()._prepare_input(data)
+
     def read(self, inputs: Batch) -> Batch:
         """`inputs` of any collator as a batch, in a layout that the model was seen to compute rightly."""
         with self.accelerator.autocast():  # as the training step will run

@@ -64,6 +64,15 @@ def test_evaluation_uses_the_own_loss(tmp_path):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(7.5)
 
 
+def test_deepspeed_leaves_the_numbers_of_a_batch_their_dtype(tmp_path):
+    """It casts what it takes for the model's input, which of a batch of ours are only ids."""
+    trainer = BaseTrainer(Slope(), arguments(tmp_path))
+    trainer.is_deepspeed_enabled = True
+    batch = {"ref_logps": torch.tensor([-60.003]), "nested": [torch.tensor([1.0])]}
+    prepared = trainer._prepare_inputs(batch)
+    assert prepared["ref_logps"].dtype == prepared["nested"][0].dtype == torch.float32
+
+
 def test_a_trainer_without_any_loss_says_so(tmp_path, tiny_llama):
     rows = Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[1, 2]]})
     trainer = BaseTrainer(model=tiny_llama, args=arguments(tmp_path), train_dataset=rows)

@@ -24,6 +24,11 @@ ROWS = Dataset.from_list(
 )
 
 
+def bag_of_bytes(input_ids, attention_mask):
+    """(B, 3): how often ids of three residues stand in a prompt."""
+    return torch.stack([((input_ids % 3 == i) * attention_mask).sum(-1) for i in range(3)], -1).float()
+
+
 @pytest.fixture
 def moved(tiny_llama):
     """A policy that is no longer its reference."""
@@ -78,9 +83,10 @@ def test_a_step_has_one_gradient(train, assert_one_gradient, tiny_llama, moved):
     assert_one_gradient(trainer)
 
 
-def test_two_ranks_are_one_and_keep_one_mean(train, on_two_ranks, tiny_llama, moved):
+def test_two_ranks_are_one_and_keep_one_mean(train, on_two_ranks, tiny_llama, moved, bpe_tokenizer):
     rows = Dataset.from_list([*ROWS, {"prompt": "Is fire cold?", "completion": " Yes.", "label": False}])
     options = {"ref_model": tiny_llama, "eval_dataset": rows}
+    options |= {"embedding_func": bag_of_bytes, "embedding_tokenizer": bpe_tokenizer}
 
     def results(size):
         run = train(BCOTrainer, rows, moved, options, per_device_train_batch_size=size, per_device_eval_batch_size=2)
@@ -95,11 +101,6 @@ def test_two_ranks_are_one_and_keep_one_mean(train, on_two_ranks, tiny_llama, mo
         for name, weight in alone["weights"].items():
             torch.testing.assert_close(rank["weights"][name], weight, rtol=1e-4, atol=1e-6, msg=name)
     assert ranks[0]["logs"][-1] == ranks[1]["logs"][-1]
-
-
-def bag_of_bytes(input_ids, attention_mask):
-    """(B, 3): how often ids of three residues stand in a prompt."""
-    return torch.stack([((input_ids % 3 == i) * attention_mask).sum(-1) for i in range(3)], -1).float()
 
 
 def test_a_resumed_run_is_the_run(train, tmp_path, bpe_tokenizer):
