@@ -1,6 +1,7 @@
 """What `strop` exports: importable, lazy, and visible to type checkers."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,17 @@ import strop
 import strop.scripts
 import strop.trainer
 
-# Names of TRL 1.16 that users of supervised fine-tuning import from the top level.
+# Names of TRL 1.16 that users of supervised fine-tuning, preferences and reward models import from the top level.
 TRL_NAMES = {
     "BEMACallback",
+    "DPOConfig",
+    "DPOTrainer",
+    "KTOConfig",
+    "KTOTrainer",
+    "LogCompletionsCallback",
+    "RewardConfig",
+    "RewardTrainer",
+    "SyncRefModelCallback",
     "DatasetMixtureConfig",
     "ModelConfig",
     "RichProgressCallback",
@@ -55,6 +64,20 @@ def test_lazy_packages_hold_what_they_list(module):
         assert getattr(module, name).__name__ == name
     with pytest.raises(AttributeError, match="no_such_name"):
         module.no_such_name  # noqa: B018
+
+
+EXPERIMENTAL = {
+    method.lower(): {f"{method}Config", f"{method}Trainer"} for method in ["BCO", "CPO", "KTO", "ORPO", "PRM", "TPO"]
+}
+EXPERIMENTAL["bema_for_ref_model"] = {"BEMACallback", "DPOTrainer"}
+
+
+@pytest.mark.parametrize(("module", "names"), EXPERIMENTAL.items())
+def test_the_import_paths_of_experimental_methods_work_too(module, names):
+    module = importlib.import_module(f"strop.experimental.{module}")
+    assert set(module.__all__) == names
+    for name in names:
+        assert getattr(module, name) is getattr(strop, name)
 
 
 def test_type_checkers_see_the_same_names_in_the_same_modules():
