@@ -179,12 +179,17 @@ class PreferenceMaker:
         ids = self.tokenizer("").input_ids
         return ids[:1] if ids[:1] == [self.tokenizer.bos_token_id] else []
 
+    @property
+    def _closes_texts(self) -> bool:
+        """Whether the tokenizer ends texts by itself, as those of encoders do."""
+        return self.tokenizer("").input_ids[-1:] == [self.tokenizer.sep_token_id]
+
     def check_settings(self, row: Row) -> None:
         """Raise ValueError for settings without effect on rows like `row`, and warn where no answer would end."""
         written = "tokens"
         if not token_columns(row, self.wanted):
             written = "messages" if answers_of(row, self.wanted, self.roles).conversational else "plain text"
-        if written == "plain text" and self.eos is None:
+        if written == "plain text" and self.eos is None and not self._closes_texts:
             logger.warning(
                 "%s: the tokenizer has no end-of-sequence token, so no completion ends with one; set "
                 'eos_token="..."', self.name,

@@ -1,7 +1,10 @@
 """A model and its tokenizer from a name or a folder: dtype, device, class, quantisation; errors say what to do."""
 
 import json
+import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ from strop.models.adapters import is_adapter, load_adapter
 from strop.models.arguments import ModelInitArguments
 from strop.models.gguf import forget_gguf, repair_gguf_tokenizer, split_gguf, unpacked
 from strop.models.quantize import as_quantization_config, is_quantized, prepare_quantized, quantization_name
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "half": torch.float16}
@@ -185,13 +190,16 @@ def load_weights(path: str, kwargs: dict[str, Any], auto_class: type) -> PreTrai
         config = read_config(path, kwargs)
         cls = checkpoint_class(config, auto_class)
         check_labels(path, config, cls, kwargs.get("num_labels"))
-        model, report = cls.from_pretrained(path, output_loading_info=True, **kwargs)
+        with without_load_report() if kwargs.get("num_labels") else nullcontext():
+            model, report = cls.from_pretrained(path, output_loading_info=True, **kwargs)
     except OSError as error:
         raise ValueError(f"the model {path!r} can't be loaded: {first_line(error)}") from error
     except TypeError as error:
         raise explained(error, kwargs) from error
     missing = sorted(report["missing_keys"])
     if not issubclass(type(model), GenerationMixin):  # a new head, and what is between it and the model
+        if missing:
+            logger.info("new in %s, drawn by the seed: %s", type(model).__name__, ", ".join(missing))
         missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
     if missing and "GenerativeModel" not in cls.__name__:
         raise ValueError(
@@ -199,6 +207,21 @@ def load_weights(path: str, kwargs: dict[str, Any], auto_class: type) -> PreTrai
             f"from random numbers. It was saved as {config.architectures}; load the model it was made from."
         )
     return model
+
+
+@contextmanager
+def without_load_report() -> Iterator[None]:
+    """Without transformers' table of the weights that a new head lacks, as it must, and an old head had."""
+    chatter = logging.getLogger("transformers.modeling_utils")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    chatter.addFilter(is_other)
+    try:
+        yield
+    finally:
+        chatter.removeFilter(is_other)
 
 
 def read_config(path: str, kwargs: dict[str, Any]) -> PreTrainedConfig:

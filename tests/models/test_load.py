@@ -1,14 +1,18 @@
 """Loading by name: what comes out, in which precision and class, and what an error says."""
 
 import json
+import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
+    CohereConfig,
+    CohereForCausalLM,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaModel,
@@ -277,3 +281,29 @@ def test_an_unknown_rule_is_refused(tmp_path, tiny_llama, bpe_tokenizer):
     file = write_gguf(tmp_path / "a.gguf", tiny_llama, bpe_tokenizer, rule="martian")
     with pytest.raises(ValueError, match=r"a\.gguf cuts text by the rule 'martian'.*processing_class"):
         load_tokenizer(str(file), args())
+
+
+# classifiers
+
+
+def test_a_language_model_as_a_classifier_gets_a_new_head_only(tiny_folder, caplog):
+    caplog.set_level(logging.INFO)
+    model = load_model(str(tiny_folder), args(), auto_class=AutoModelForSequenceClassification, num_labels=1)
+    assert model.score.weight.shape == (1, 32)
+    assert "new in LlamaForSequenceClassification, drawn by the seed: score.weight" in caplog.text
+    assert "LOAD REPORT" not in caplog.text
+
+
+def test_a_classifier_without_its_model_is_refused(tiny_folder):
+    weights = load_file(tiny_folder / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if "layers.1" not in name}
+    save_file(kept, tiny_folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 9 weights of LlamaForSequenceClassification, e.g. model.layers.1"):
+        load_model(str(tiny_folder), args(), auto_class=AutoModelForSequenceClassification, num_labels=1)
+
+
+def test_a_family_without_classifiers_is_named(tmp_path):
+    shape = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    CohereForCausalLM(CohereConfig(**shape, num_attention_heads=2, eos_token_id=3)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a cohere, and transformers has no AutoModelForSequenceClassification"):
+        load_model(str(tmp_path), args(), auto_class=AutoModelForSequenceClassification, num_labels=1)
