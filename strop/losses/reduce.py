@@ -40,3 +40,13 @@ def token_mean(loss: Tensor, mask: Tensor, counts: StepCounts) -> Tensor:
 def sequence_mean(loss: Tensor, mask: Tensor, counts: StepCounts) -> Tensor:
     """Every row weighs the same, (), so tokens of long rows weigh less."""
     return masked_mean(loss, mask, dim=-1).sum() / max(counts.sequences, 1)
+
+
+def sequence_sum(loss: Tensor, mask: Tensor, counts: StepCounts) -> Tensor:
+    """Every row weighs as much as it has tokens, (): the mean over rows of their sums."""
+    return masked_sum(loss, mask) / max(counts.sequences, 1)
+
+
+def constant_length(loss: Tensor, mask: Tensor, counts: StepCounts, max_completion_length: int) -> Tensor:
+    """`sequence_sum` over a constant, (): every token weighs the same in every step (Dr. GRPO, arXiv:2503.20783)."""
+    return sequence_sum(loss, mask, counts) / max_completion_length
