@@ -1,0 +1,1 @@
+"""From prompts to rollouts: how a policy writes, and what is kept of it."""

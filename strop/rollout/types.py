@@ -1,0 +1,147 @@
+"""What flows from a prompt to a batch. Token lists are plain Python; tensors begin at the collator."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch import nn
+
+FinishReason = Literal["stop", "length"]
+"""A stop id or a stop string came, or the tokens ran out."""
+
+
+class Completion(NamedTuple):
+    """What was written after one prompt, the stop id included.
+
+    Example: a policy of p(A) = 0.5, p(B) = 0.3, p(C) = 0.2 under `top_p=0.8`, which leaves A and B
+
+        token_ids      = [B]
+        logps          = [log 0.3]          the policy's, what `strop.models.logps` finds in training
+        sampled_logps  = [log 0.3 / 0.8]    of the draw
+    """
+
+    token_ids: list[int]
+    logps: list[float]
+    """log p of each token under the policy at the sampling temperature, over the whole vocabulary: the denominator of a
+    ratio whose numerator is a training forward at this temperature. Filters and penalties are not in it."""
+    finish_reason: FinishReason
+    sampled_logps: list[float] | None = None
+    """log p of each token under exactly the distribution it was drawn from; None where that is the one of `logps`."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: repetition penalty, temperature, then top-k, top-p, min-p, each on what the last one left.
+
+    Raises ValueError for values that leave nothing to draw.
+    """
+
+    max_tokens: int = 256
+    """Tokens a completion at most."""
+    temperature: float = 1.0
+    """Divides the logits. 0: the likeliest token always, with log-probabilities at temperature 1."""
+    top_k: int | None = None
+    """Only the k likeliest tokens; None or 0: all."""
+    top_p: float = 1.0
+    """Only the fewest likeliest tokens that hold this much probability."""
+    min_p: float | None = None
+    """Only tokens with at least this fraction of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens already there, in the prompt or after, are divided by it if positive, else multiplied
+    (arXiv:1909.05858, section 4.1)."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion; the token that completes one is kept."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end a completion, besides the model's and the tokenizer's own."""
+    ignore_eos: bool = False
+    """Only `stop` and `stop_token_ids` end a completion."""
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, legal, why in (
+            ("max_tokens", self.max_tokens >= 1, "a completion has at least one token"),
+            ("temperature", self.temperature >= 0, "it divides logits; 0 takes the likeliest token"),
+            ("top_k", self.top_k is None or self.top_k >= 0, "it counts tokens; None or 0 keeps all"),
+            ("top_p", 0 < self.top_p <= 1, "it is the probability kept; 1 keeps all"),
+            (
+                "min_p",
+                self.min_p is None or 0 <= self.min_p <= 1,
+                "it is a fraction of the likeliest token's probability",
+            ),
+            ("repetition_penalty", self.repetition_penalty > 0, "it divides logits; 1 changes none"),
+        ):
+            if not legal:
+                raise ValueError(f"{name}={getattr(self, name)} can't be sampled with: {why}")
+        if "" in self.stop:
+            raise ValueError("stop holds an empty text, which every completion contains. Drop it")
+
+    @property
+    def is_filtered(self) -> bool:
+        """Tokens are drawn from another distribution than the policy's at this temperature."""
+        return bool(self.temperature == 0 or self.top_k or self.top_p < 1 or self.min_p or self.repetition_penalty != 1)
+
+
+class Generator(Protocol):
+    """Tokens in, tokens out: a generator knows no chat template, no data set and no reward."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        rows: Sequence[int] | None = None,
+        max_tokens: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """One completion a prompt, in order; repeat a prompt for several.
+
+        `rows` numbers the completions of a run, by default 0, 1, ...: a text follows from the sampling's seed, the
+        row's number and its prompt, whatever it is generated with. `max_tokens` of single rows, each at most the
+        sampling's.
+        """
+
+    def sync(self, model: nn.Module) -> None:
+        """Take over the weights of `model`; called once before each round of generation."""
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One sampled conversation and what it earned.
+
+    Example: prompt P P, the model says A A, a tool answers E, the model says B
+
+        token_ids       = [P, P, A, A, E, B]
+        completion_mask = [0, 0, 1, 1, 0, 1]
+        logps           = [0, 0, a, a, 0, b]
+    """
+
+    row: dict[str, Any]
+    """The row of the data set, handed to reward functions."""
+    token_ids: list[int]
+    completion_mask: list[int]
+    """1 on what the model wrote."""
+    logps: list[float]
+    """`Completion.logps` where the mask is 1, 0 elsewhere."""
+    finish_reason: FinishReason
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    """By name; None where a reward doesn't apply."""
+    advantage: float = 0.0
+    sampled_logps: list[float] | None = None
+    """`Completion.sampled_logps` where the mask is 1, 0 elsewhere."""
+
+    @classmethod
+    def single_turn(cls, row: dict[str, Any], prompt: Sequence[int], completion: Completion) -> "Rollout":
+        """A rollout of one answer."""
+        before, after = len(prompt), len(completion.token_ids)
+        sampled = completion.sampled_logps
+        return cls(
+            row=row,
+            token_ids=[*prompt, *completion.token_ids],
+            completion_mask=[0] * before + [1] * after,
+            logps=[0.0] * before + completion.logps,
+            finish_reason=completion.finish_reason,
+            sampled_logps=None if sampled is None else [0.0] * before + sampled,
+        )
+
+
+Reward = Callable[[list[Rollout]], list[float | None]]
+"""Scores a batch of rollouts; None where it does not apply."""
