@@ -27,7 +27,7 @@ from . import checks
 from .base import BaseTrainer
 from .meter import Metrics
 from .preference import Parts, PreferenceConfig, PreferenceTrainer, Rows
-from .reward import refuse_frozen_head, scoring_layout
+from .reward import check_head, scoring_layout
 from .setup import ready_model
 
 
@@ -93,7 +93,7 @@ class PRMTrainer(PreferenceTrainer):
     def ready_model(self, model, args, tokenizer, quantization_config, peft_config) -> Module:
         loading = {"auto_class": AutoModelForTokenClassification, "num_labels": 2}
         model = ready_model(model, args, tokenizer, quantization_config, peft_config, **loading)
-        refuse_frozen_head(checked_head(model, num_labels=2))
+        check_head(model, num_labels=2)
         return model
 
     def prepare(self, rows, name, tokenizer, args):

@@ -1,5 +1,6 @@
 """Reward models: a score for each answer to a prompt, trained by which answer is preferred."""
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,8 @@ from .config import config_for
 from .meter import Metrics
 from .preference import Parts, PreferenceConfig, PreferenceTrainer, Rows
 from .setup import ready_model
+
+logger = logging.getLogger(__name__)
 
 REWARD_LOSSES: dict[str, PreferenceFormat] = {"bradley_terry": PAIRS_WITH_MARGIN, "plackett_luce": RANKED}
 """Name -> the rows that the loss reads."""
@@ -120,7 +123,7 @@ class RewardTrainer(PreferenceTrainer):
             pad_apart_from_end(tokenizer)
         loading = {"auto_class": AutoModelForSequenceClassification, "num_labels": 1}
         model = ready_model(model, args, tokenizer, quantization_config, peft_config, **loading)
-        refuse_frozen_head(checked_head(model, num_labels=1))
+        check_head(model, num_labels=1)
         return model
 
     def collator(self, tokenizer, layout, args) -> Callable[[list[dict]], Batch]:
@@ -204,8 +207,13 @@ def scoring_layout(trainer: PreferenceTrainer) -> Layout | None:
     return "padded" if trainer.args.layout == "padded" or trainer.layout_guard.is_trusted is False else None
 
 
-def refuse_frozen_head(base: Module) -> None:
-    """Raise ValueError for a head that would stay as it is, random if it is new."""
+def check_head(model: Module, num_labels: int) -> None:
+    """Raise ValueError for a head with other outputs, or that would stay as it is, random if it is new."""
+    base = checked_head(model, num_labels)
+    config = base.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False
+        logger.warning("the experts of %s aren't balanced: classifiers return no loss for that", type(base).__name__)
     if not any(parameter.requires_grad for parameter in classification_head(base).parameters()):
         raise ValueError(
             f"the head of {type(base).__name__} is frozen, so scores would stay those of its first weights. Unfreeze "

@@ -17,6 +17,7 @@ from transformers import (
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
+    Qwen3MoeConfig,
 )
 
 from strop.losses.reduce import StepCounts
@@ -371,6 +372,21 @@ def test_what_would_go_wrong_is_refused(tiny_llama, reward_model, bpe_tokenizer,
         with pytest.raises(ValueError, match=next(iter(options))):
             config(tmp_path, **options)
     assert config(tmp_path, max_length=None).overlong == "truncate"
+
+
+def test_experts_are_not_balanced_and_that_is_said(bpe_tokenizer, tmp_path, caplog):
+    shape = {
+        "vocab_size": 400,
+        "hidden_size": 32,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_experts": 2,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 1}
+    experts = Qwen3MoeConfig(**shape, **heads, num_labels=1, output_router_logits=True)
+    trainer = train(AutoModelForSequenceClassification.from_config(experts), bpe_tokenizer, tmp_path)
+    assert "the experts of Qwen3MoeForSequenceClassification aren't balanced" in caplog.text
+    assert trainer.aux_loss_coef == 0
 
 
 def test_a_saved_classifier_of_other_labels_is_refused(reward_model, bpe_tokenizer, tmp_path):
