@@ -31,7 +31,7 @@ def scores(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         _refuse_packed(base, batch)
         return _upcast(forward(model, batch).logits[:, 0])
     if "ends" not in batch:
-        batch = batch | padded_ends(batch["attention_mask"])
+        batch = {**batch, **padded_ends(batch["attention_mask"])}
     _refuse_padding_without_id(base, batch)
     reader = _StateReader(base, batch, batch["ends"])
     with stand_in(reader.head, reader.__call__):
