@@ -183,11 +183,11 @@ class SameReference(TrainerCallback, ExportableState):
         self.found = found
 
     def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"found": self.found}}
+        return {"args": {"found": self.found}, "attributes": {}}
 
     def on_train_begin(self, args, state, control, **kwargs):
         saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
-        if saved and saved["attributes"]["found"] != self.found:
+        if saved and saved["args"]["found"] != self.found:
             raise ValueError(
                 f"the run resumes at step {state.global_step} with another reference than it began with, so its "
                 "log-ratios would be others. Pass the model (and ref_model) that it began with, not a checkpoint: "
