@@ -9,6 +9,7 @@ score function has no fused kernel.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,14 @@ from strop.models.attention_pieces import Scores, attend_in_pieces, plain_attent
 from strop.models.segments import Segments
 
 NAME = "strop"
+
+
+class Memory(Protocol):
+    """Keys and values from earlier forward passes, which a stream's tokens attend to besides its own."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scores: Scores) -> Tensor:
+        """Attention of one layer, (1, N, H, V); called once a layer, in their order."""
+
 
 _packed: ContextVar[bool] = ContextVar("packed", default=False)
 
@@ -52,9 +61,12 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     segments: Segments | None = None,
+    memory: Memory | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """The attention function of "strop"; (B, n, H, V) and no weights, as transformers expects.
+
+    With `memory`, a packed stream also attends to what that remembers.
 
     Raises ValueError where a packed stream can't be served: segments of another length than the stream, several
     streams, attention that is not causal, or a bias on the scores.
@@ -63,11 +75,14 @@ def attention(
     if segments is None:
         return _unpacked(module, query, key, value, attention_mask, scores, **kwargs), None
     _check_packed(module, query, segments, **kwargs)
-    return _over_segments(query, key, value, segments, scores), None
+    if memory is not None:
+        return memory.attend(query, key, value, segments, scores), None
+    return over_segments(query, key, value, segments, scores), None
 
 
 @torch.compiler.disable  # a batch's cut is data: tracing it would compile anew for every batch
-def _over_segments(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scores: Scores) -> Tensor:
+def over_segments(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scores: Scores) -> Tensor:
+    """Attention of a packed stream to itself, by the fastest means there is; (1, N, H, V)."""
     kernel = kernel_for(query, value, scores)
     if kernel is None:
         return attend_in_pieces(query, key, value, segments, scores)

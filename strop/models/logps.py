@@ -60,7 +60,7 @@ def logps(
         raise ValueError(f"temperature={temperature} can't divide logits; use a positive one (near 0: greedy)")
     base = base_model(model)
     scoring = Scoring(logit_transform(base, temperature), entropy, top1, mean_logps, collision, budget)
-    scorer = _HeadScorer(_output_embedding(base), batch, scoring)
+    scorer = _HeadScorer(output_embedding(base), batch, scoring)
     with stand_in(scorer.head, scorer.__call__):
         output = forward(model, batch)
     if len(scorer.results) != 1:
@@ -68,7 +68,7 @@ def logps(
             f"{type(base).__name__} called its output embedding {len(scorer.results)} times in one forward pass, so it "
             "can't be told which hidden states predict the next token. Use a model whose forward calls it once"
         )
-    _verify_transform(base, output.logits)
+    verify_transform(base, output.logits)
     # the loss must depend on the model's output: sharded models fetch weights for backward when a gradient reaches it
     link = output.logits.flatten()[:0].sum().float()
     scores = (x + link if x is not None and x.requires_grad else x for x in scorer.results[0])
@@ -78,7 +78,7 @@ def logps(
 @torch.no_grad()
 def top_ids(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """(B, T) int64: the likeliest token in the place of each target, 0 where the completion mask is."""
-    scorer = _TopIds(_output_embedding(base_model(model)), batch, Scoring())
+    scorer = _TopIds(output_embedding(base_model(model)), batch, Scoring())
     with stand_in(scorer.head, scorer.__call__):
         forward(model, batch)
     return scorer.results[0].logps
@@ -96,7 +96,7 @@ def logit_transform(base: nn.Module, temperature: float = 1.0) -> LogitTransform
     return LogitTransform(scale, softcap, temperature)
 
 
-def _verify_transform(base: nn.Module, logits: Tensor) -> None:
+def verify_transform(base: nn.Module, logits: Tensor) -> None:
     """Raise ValueError if `base` turned `PROBE` into other `logits` than `logit_transform` would."""
     if base in _verified or not logits.numel():
         return
@@ -111,7 +111,8 @@ def _verify_transform(base: nn.Module, logits: Tensor) -> None:
     _verified.add(base)
 
 
-def _output_embedding(base: nn.Module) -> nn.Module:
+def output_embedding(base: nn.Module) -> nn.Module:
+    """The head of `base`, a model of transformers. Raises ValueError if it has none."""
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None  # type: ignore[operator]
     if not isinstance(head, nn.Module):
         raise ValueError(
