@@ -127,7 +127,7 @@ def optimal_value(rewards: Tensor, beta1: float) -> Tensor:
     arXiv:2505.20686; between the mean (beta1 large) and the maximum (beta1 small). NaN is left out.
     """
     count = rewards.isnan().logical_not().sum(-1)
-    total = (rewards.nan_to_num(-torch.inf) / beta1).logsumexp(-1)
+    total = torch.where(rewards.isnan(), -torch.inf, rewards / beta1).logsumexp(-1)
     return torch.where(count > 0, beta1 * (total - count.log()), torch.nan)
 
 

@@ -198,9 +198,9 @@ def whole_log_ratio(sampled: Sampled, log_ratio: Tensor) -> Tensor:
     return total.clamp(lowest, MAX_LOG_RATIO)
 
 
-def regression(sampled: Sampled, log_ratio: Tensor, beta: float = 1e-3) -> Tensor:
-    """(beta log pi/ref - advantage)^2 of whole completions: A*-PO (arXiv:2505.20686)."""
-    return (beta * log_ratio - sampled.advantages) ** 2
+def regression(sampled: Sampled, log_ratio: Tensor, beta2: float = 1e-3) -> Tensor:
+    """(beta2 log pi/ref - advantage)^2 of whole completions: A*-PO (arXiv:2505.20686)."""
+    return (beta2 * log_ratio - sampled.advantages) ** 2
 
 
 def clip_bounds(epsilon: float, epsilon_high: float | None, **_: Any) -> tuple[float, float]:
@@ -261,6 +261,11 @@ class PolicyLoss(NamedTuple):
         if too_low.shape != inside.shape:
             inside = inside.any(-1, keepdim=True)
         return too_low & inside, too_high & inside
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether `Sampled.keep` can leave out single tokens: a row's ratio trains all of its tokens, or none."""
+        return self.ratio in (token_ratio, sequence_token_ratio)
 
     @property
     def options(self) -> dict[str, Any]:
