@@ -39,7 +39,9 @@ OPTIONAL = {
     "deepspeed",
     "flash_attn",
     "gguf",
+    "jsonschema",
     "liger_kernel",
+    "math_verify",
     "matplotlib",
     "tensorboard",
     "trackio",
@@ -50,8 +52,10 @@ OPTIONAL = {
 FORBIDDEN_NAMES = re.compile(r"^_?(get|maybe)_|(^|_)tmp(_|$)")
 GIVEN_NAMES = {
     *("get_batch_samples", "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "_get_output_dir"),
+    *("get_cosine_scaled_reward", "get_repetition_penalty_reward", "get_soft_overlong_punishment"),
     *("get_dataset", "get_kbit_device_map", "get_peft_config", "get_quantization_config"),
-    *("maybe_apply_chat_template", "maybe_convert_to_chatml", "maybe_extract_prompt", "maybe_unpair_preference_dataset"),
+    *("maybe_apply_chat_template", "maybe_convert_to_chatml"),
+    *("maybe_extract_prompt", "maybe_unpair_preference_dataset"),
 }
 """Methods of transformers' that are overridden, and public names that users know."""
 FORBIDDEN_TEXT = re.compile(r"\bTODO\b|\bFIXME\b|\bXXX\b|/(home|root|tmp)/")
