@@ -27,6 +27,9 @@ from .layout import settle_layout
 from .meter import Metrics
 from .setup import check_datasets, check_lengths, ready_model, ready_tokenizer, router_aux_loss_coef, show_logs
 
+RATES = ("attention_dropout", "dropout", "activation_dropout", "hidden_dropout", "dropout_p", "dropout_prob")
+"""What modules of transformers call a dropout rate that they pass on."""
+
 Rows = Dataset | IterableDataset | torch.utils.data.Dataset
 
 
@@ -241,10 +244,13 @@ def refuse_encoder_decoder(model: Module) -> None:
 
 
 def disable_dropout(model: Module) -> None:
-    """Switch off every dropout layer of `model`; the rates in its config stay as they are."""
+    """Switch off every dropout layer of `model`, and every rate its modules keep; those in its config stay."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+        for name in RATES:
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
 
 
 def means_of(values: Mapping[str, Tensor], count: int) -> Metrics:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from strop import DPOConfig, DPOTrainer
 from strop.losses.reduce import StepCounts
@@ -80,3 +81,16 @@ def test_packed_on_request_equals_padded(tiny_llama, bpe_tokenizer, tmp_path):
         batch = trainer.data_collator(list(trainer.train_dataset))
         found.append(trainer.reference.logps(batch))
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+
+
+def test_no_dropout_is_left():
+    """Neither in layers nor in what attention is called with: the policy in training says what it says at rest."""
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, attention_dropout=0.5,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    disable_dropout(model)
+    ids = torch.arange(8)[None]
+    assert torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
+    assert model.config.attention_dropout == 0.5
