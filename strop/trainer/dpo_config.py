@@ -63,9 +63,8 @@ class DPOConfig(ReferenceArguments, PreferenceConfig):
     """Weight of the mean negative log-likelihood of the chosen tokens, added to the loss (RPO, arXiv:2404.19733 v3)."""
 
     def __post_init__(self):
-        self.loss_type = [
-            checks.loss("loss_type", loss, PREFERENCE_LOSSES | {SFT: None}) for loss in as_list(self.loss_type)
-        ]
+        known = PREFERENCE_LOSSES | {SFT: None}
+        self.loss_type = [by_name(checks.loss("loss_type", loss, known)) for loss in as_list(self.loss_type)]
         self._check_ranges()
         self._check_mixture()
         self._check_options()
@@ -150,6 +149,11 @@ class DPOConfig(ReferenceArguments, PreferenceConfig):
     def _shown(self) -> str:
         shown = [function_name(loss) if callable(loss) else loss for loss in self.loss_type]
         return repr(shown[0] if len(shown) == 1 else shown)
+
+
+def by_name(loss: str | Callable) -> str | Callable:
+    """The name of a function that is a row of the table."""
+    return next((name for name, row in PREFERENCE_LOSSES.items() if row is loss), loss)
 
 
 def as_list(value: Any) -> list[Any]:

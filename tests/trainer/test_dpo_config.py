@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from strop.losses.preference import PREFERENCE_LOSSES, sigmoid
+from strop.losses.preference import PREFERENCE_LOSSES, hinge, sigmoid
 from strop.trainer.dpo_config import DPOConfig
 
 # Fields of TRL 1.16's config beyond those of transformers.
@@ -40,12 +40,17 @@ def test_every_loss_is_taken(loss):
     assert len(args.pair_losses) == (loss != "sft")
 
 
+def squared(pairs, beta):
+    return (1 - beta * pairs.margin) ** 2
+
+
 def test_a_function_is_a_loss_and_goes_through_json():
-    args = config(loss_type=["strop.losses.preference:hinge", sigmoid])
-    assert args.loss_type == [PREFERENCE_LOSSES["hinge"], sigmoid]
+    """One of the table is called by its name, so that aot sees a whole step however it is given."""
+    path = f"{squared.__module__}:squared"
+    args = config(loss_type=["strop.losses.preference:aot", hinge, squared])
+    assert args.loss_type == ["aot", "hinge", squared]
     names = json.loads(json.dumps(args.to_dict()))["loss_type"]
-    assert names == ["strop.losses.preference:hinge", "strop.losses.preference:sigmoid"]
-    assert config(loss_type=names).loss_type == args.loss_type
+    assert names == ["aot", "hinge", path]
 
 
 def test_options_reach_the_losses_that_have_them():
