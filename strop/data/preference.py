@@ -237,9 +237,13 @@ def partners(prompts: Sequence[bytes], name: str) -> np.ndarray:
     """For each row the index of one with another prompt, whose completion it is to be scored with.
 
     It is the row at the same place in the run of equal prompts before, around the end, so that completions to one
-    prompt, good and bad, each meet another prompt, whatever batch they come in. Raises ValueError for a single prompt.
+    prompt, good and bad, each meet another prompt, whatever batch they come in. With a single prompt, rows to train
+    on are refused by a ValueError, and others keep their own completion.
     """
     starts = [i for i, prompt in enumerate(prompts) if i == 0 or prompt != prompts[i - 1]]
+    if len(starts) < 2 and name != "train":
+        logger.warning("%s: all rows have one prompt, so kl is estimated on their own completions", name)
+        return np.arange(len(prompts))
     if len(starts) < 2:
         raise ValueError(
             f"all {len(prompts)} rows of the {name} data set that are prepared together have one prompt, so there "

@@ -280,6 +280,9 @@ class TestMismatched:
         with pytest.raises(ValueError, match=r"all 2 rows of the train data set .* have one prompt"):
             prepare(rows, bpe_tokenizer, LABELLED_MISMATCHED)
 
+    def test_one_prompt_is_enough_to_evaluate(self):
+        assert partners([b"x"], "eval").tolist() == [0]
+
     def test_every_completion_of_pairs_is_used_once_and_under_another_prompt(self, bpe_tokenizer):
         rows = prepared(ROWS, bpe_tokenizer, LABELLED_MISMATCHED)
         by_completion = {tuple(row["completion_ids"]): row for row in rows}
