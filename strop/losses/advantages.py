@@ -126,9 +126,9 @@ def optimal_value(rewards: Tensor, beta1: float) -> Tensor:
 
     arXiv:2505.20686; between the mean (beta1 large) and the maximum (beta1 small). NaN is left out.
     """
-    count = rewards.isnan().logical_not().sum(-1)
-    total = torch.where(rewards.isnan(), -torch.inf, rewards / beta1).logsumexp(-1)
-    return torch.where(count > 0, beta1 * (total - count.log()), torch.nan)
+    best = torch.where(rewards.isnan(), -torch.inf, rewards).amax(-1, keepdim=True)
+    mean = ((rewards - best) / beta1).expm1().nanmean(-1)
+    return beta1 * mean.log1p() + best.squeeze(-1)
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
@@ -143,10 +143,14 @@ def normalized(advantages: Tensor) -> Tensor:
 
 
 def normalize_then_sum(rewards: Tensor, group_size: int, weights: Tensor) -> Tensor:
-    """`group` of every reward function alone, summed with weights (F,), then `normalized`: GDPO (arXiv:2601.05242).
+    """`summed_alone`, then `normalized` over all: GDPO (arXiv:2601.05242)."""
+    return normalized(summed_alone(rewards, group_size, weights))
+
+
+def summed_alone(rewards: Tensor, group_size: int, weights: Tensor) -> Tensor:
+    """`group` of every reward function alone, summed with weights (F,); NaN where none of them could judge.
 
     `rewards` is (N, F). So a function with small rewards counts as much as one with large ones.
     """
     alone = torch.stack([group(column, group_size) for column in rewards.unbind(-1)], -1)
-    total = (alone * weights).sum(-1)
-    return normalized(torch.where(rewards.isnan().all(-1), torch.nan, total))
+    return torch.where(rewards.isnan().all(-1), torch.nan, (alone * weights).sum(-1))

@@ -1,9 +1,11 @@
 """Shares of a step add up, and what stands under a zero mask counts for nothing."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from strop.losses.reduce import StepCounts, masked_mean, sequence_mean, token_mean
+from strop.losses.reduce import StepCounts, constant_length, masked_mean, sequence_mean, sequence_sum, token_mean
 
 # Four rows with token losses [2], [1, 3], [1, 1, 1], [0.5] * 10: 16 tokens that sum to 14.
 LOSS = torch.zeros(4, 10)
@@ -21,14 +23,22 @@ def test_sequence_mean_by_hand():
     assert sequence_mean(LOSS, MASK, COUNTS).item() == pytest.approx((2 + 2 + 1 + 0.5) / 4)  # the mean of row means
 
 
-@pytest.mark.parametrize("reduce", [token_mean, sequence_mean])
+def test_sums_of_rows_by_hand():
+    assert sequence_sum(LOSS, MASK, COUNTS).item() == 14 / 4
+    assert constant_length(LOSS, MASK, COUNTS, max_completion_length=16).item() == 14 / 64
+
+
+REDUCTIONS = [token_mean, sequence_mean, sequence_sum, partial(constant_length, max_completion_length=16)]
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_shares_of_micro_batches_add_up(reduce):
     whole = reduce(LOSS, MASK, COUNTS)
     shares = sum(reduce(LOSS[i : i + 1], MASK[i : i + 1], COUNTS) for i in range(4))
     torch.testing.assert_close(shares, whole)
 
 
-@pytest.mark.parametrize("reduce", [token_mean, sequence_mean])
+@pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_masked_nan_reaches_neither_value_nor_gradient(reduce):
     loss = torch.where(MASK.bool(), LOSS, torch.nan).requires_grad_()
     value = reduce(loss, MASK, COUNTS)
