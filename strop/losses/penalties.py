@@ -21,7 +21,10 @@ def k2(log_ratio: Tensor) -> Tensor:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """ref/pi - 1 - log ref/pi: unbiased, never negative, constant beyond ref/pi of e^20."""
+    """ref/pi - 1 - log ref/pi: unbiased, never negative, constant beyond ref/pi of e^20.
+
+    On-policy its gradient is that of KL(ref || pi), unless the ratio corrects it.
+    """
     return capped_exp(log_ratio) - log_ratio.clamp(max=MAX_LOG_RATIO) - 1
 
 
