@@ -101,12 +101,13 @@ def score_head(head: nn.Module, hidden: Tensor, targets: Tensor, scoring: Scorin
 
     `call` is the head's own forward, used where the head is more than a matrix and a bias: adapters, quantised weights.
     """
-    if _is_plain_linear(head):
+    if is_plain_linear(head):
         return score_linear(hidden, head.weight, head.bias, targets, scoring)  # type: ignore[arg-type]
     return score_module(call, hidden, targets, scoring)
 
 
-def _is_plain_linear(head: nn.Module) -> bool:
+def is_plain_linear(head: nn.Module) -> bool:
+    """`head` is a matrix and a bias, and nothing else."""
     own_forward = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
     return own_forward and type(head.weight.data) is Tensor
 
