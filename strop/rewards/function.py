@@ -74,8 +74,8 @@ class RewardFunction:
                 f"reward function {self.name} returned {len(values)} values for {size} completions; it must return one "
                 "each, None where it doesn't apply."
             )
-        numbers_ = [self._number(value, rows[i] if rows else i) for i, value in enumerate(values)]
-        return torch.tensor(numbers_, dtype=torch.float32)
+        found = [self._number(value, rows[i] if rows else i) for i, value in enumerate(values)]
+        return torch.tensor(found, dtype=torch.float32)
 
     def _listed(self, returned: Any) -> list[Any]:
         returned = returned.tolist() if hasattr(returned, "tolist") else returned  # tensors and arrays
@@ -88,11 +88,11 @@ class RewardFunction:
         return list(returned)
 
     def _number(self, value: Any, row: int) -> float:
-        if value is None:
-            return math.nan
         value = value.tolist() if hasattr(value, "tolist") else value
         while isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
+        if value is None:
+            return math.nan
         number = float(value) if isinstance(value, numbers.Real) else None
         if number is None or not math.isfinite(number):
             raise ValueError(

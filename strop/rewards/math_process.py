@@ -64,10 +64,12 @@ class MathProcess:
     def __init__(self):
         self.process: subprocess.Popen[str] | None = None
         self.replies: queue.Queue[Any] = queue.Queue()
+        self.readers: list[threading.Thread] = []
         self.owner = os.getpid()
 
     def verdict(self, gold: str, answer: str, seconds: float) -> Verdict:
-        if self.process is None:
+        if self.process is None or self.process.poll() is not None:
+            self.close()
             self.start()
         self.send([gold, answer, max(1, round(seconds))])
         parsed = self.reply(seconds + GRACE)
@@ -86,9 +88,13 @@ class MathProcess:
             encoding="utf-8",
         )
         self.replies = queue.Queue()
-        threading.Thread(target=_read, args=(self.process.stdout, self.replies), daemon=True).start()
         complaints: list[str] = []
-        threading.Thread(target=_drain, args=(self.process.stderr, complaints), daemon=True).start()
+        self.readers = [
+            threading.Thread(target=_read, args=(self.process.stdout, self.replies), daemon=True),
+            threading.Thread(target=_drain, args=(self.process.stderr, complaints), daemon=True),
+        ]
+        for thread in self.readers:
+            thread.start()
         if self.reply(START) is None:
             raise ValueError(f"math-verify could not be imported in a process of its own: {''.join(complaints)[-500:]}")
 
@@ -114,6 +120,11 @@ class MathProcess:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+            for thread in self.readers:
+                thread.join()
+            if self.process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    self.process.stdin.close()
             self.forget()
 
     def forget(self) -> None:
@@ -142,14 +153,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def _read(lines: TextIO, replies: queue.Queue[Any]) -> None:
-    with contextlib.suppress(ValueError, OSError):
+    with lines, contextlib.suppress(ValueError, OSError):
         for line in lines:
             replies.put(json.loads(line))
     replies.put(None)
 
 
 def _drain(lines: TextIO, kept: list[str]) -> None:
-    with contextlib.suppress(ValueError, OSError):
+    with lines, contextlib.suppress(ValueError, OSError):
         for line in lines:
             kept[:] = [*kept[-20:], line]
 

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -154,7 +154,7 @@ class RewardFunctions:
 
     def _result(self, call: "Call", future: Future[Tensor]) -> Tensor:
         """What a call in the background says, which bounds its own time unless it never gives the event loop back."""
-        limit = 2 * self.timeout + 2 if self.timeout and call.function.is_async else None
+        limit = 2 * self.timeout + 1 if self.timeout and call.function.is_async else None
         try:
             return future.result(limit)
         except TimeoutError as error:
@@ -225,11 +225,15 @@ class Call:
 
     def invoke(self, rows: Rows) -> Any:
         try:
-            returned = self.function.function(**self.arguments(rows))
-            return returned if hasattr(returned, "tolist") or not hasattr(returned, "__next__") else list(returned)
+            return self.called(rows)
         except Exception as error:
             found = self.culprit() if len(rows.numbers) > 1 else (rows.numbers[0], error)
             raise self.explained(error, *found) from error
+
+    def called(self, rows: Rows) -> Any:
+        """What the function returns; a generator runs to its end, so that its failures are the function's."""
+        returned = self.function.function(**self.arguments(rows))
+        return list(returned) if isinstance(returned, Iterator) else returned
 
     async def answer_async(self) -> Tensor:
         """(N,): what an asynchronous function says."""
@@ -286,7 +290,7 @@ class Call:
             if time.monotonic() > deadline:
                 break
             try:
-                self.function.function(**self.arguments(self.rows.one(row)))
+                self.called(self.rows.one(row))
             except Exception as error:
                 return row, error
         return None, None
