@@ -143,13 +143,14 @@ def apply_chat_template(
         return rest | {"text": conversation.render(messages["messages"])}
     if "prompt" not in columns:
         return rest | {column: conversation.render(messages[column]) for column in sorted(columns)}
-    prompt = _open_prompt(conversation, messages["prompt"])
+    prompt = open_prompt(conversation, messages["prompt"])
     completions = sorted(columns - {"prompt"})
     texts = {column: conversation.render(messages["prompt"] + messages[column]) for column in completions}
     return rest | {"prompt": prompt} | {c: text[common_prefix(prompt, text) :] for c, text in texts.items()}
 
 
-def _open_prompt(conversation: Conversation, prompt: list[Message]) -> str:
+def open_prompt(conversation: Conversation, prompt: list[Message]) -> str:
+    """The prompt's text, after which the assistant goes on: with its next turn, or with its last one if that is it."""
     if prompt[-1]["role"] != "assistant":
         return conversation.render(prompt, generation_prompt=True)
     return conversation._render(prompt, continue_final_message=True)[0][0]

@@ -1,10 +1,12 @@
 """What flows from a prompt to a batch. Token lists are plain Python; tensors begin at the collator."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
+
+from strop.rewards.texts import Words
 
 FinishReason = Literal["stop", "length"]
 """A stop id or a stop string came, or the tokens ran out."""
@@ -112,6 +114,7 @@ class Rollout:
         token_ids       = [P, P, A, A, E, B]
         completion_mask = [0, 0, 1, 1, 0, 1]
         logps           = [0, 0, a, a, 0, b]
+        prompt_length   = 2
     """
 
     row: dict[str, Any]
@@ -123,13 +126,23 @@ class Rollout:
     """`Completion.logps` where the mask is 1, 0 elsewhere."""
     finish_reason: FinishReason
     rewards: dict[str, float | None] = field(default_factory=dict)
-    """By name; None where a reward doesn't apply."""
+    """By name; None where a reward doesn't apply. An episode that judges itself fills in its own (`own_rewards`)."""
     advantage: float = 0.0
     sampled_logps: list[float] | None = None
     """`Completion.sampled_logps` where the mask is 1, 0 elsewhere."""
+    prompt_length: int = 0
+    """Tokens before the first turn of the model."""
+    prompt: Words = ""
+    """What reward functions are told was asked."""
+    completion: Words = ""
+    """What reward functions are told was answered: text for a text, the messages after the prompt for messages."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """What reward functions are given besides the row's columns, e.g. {"environments": environment}."""
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """(sum, weight) of what the episode measured, e.g. {"tools/call_frequency": (2, 1)}; added up over rollouts."""
 
     @classmethod
-    def single_turn(cls, row: dict[str, Any], prompt: Sequence[int], completion: Completion) -> "Rollout":
+    def single_turn(cls, row: dict[str, Any], prompt: Sequence[int], completion: Completion, **more: Any) -> "Rollout":
         """A rollout of one answer."""
         before, after = len(prompt), len(completion.token_ids)
         sampled = completion.sampled_logps
@@ -140,8 +153,16 @@ class Rollout:
             logps=[0.0] * before + completion.logps,
             finish_reason=completion.finish_reason,
             sampled_logps=None if sampled is None else [0.0] * before + sampled,
+            prompt_length=before,
+            **more,
         )
 
+    @property
+    def completion_ids(self) -> list[int]:
+        """What comes after the prompt, answers of tools among it."""
+        return self.token_ids[self.prompt_length :]
 
-Reward = Callable[[list[Rollout]], list[float | None]]
-"""Scores a batch of rollouts; None where it does not apply."""
+    @property
+    def length(self) -> int:
+        """Tokens the model wrote."""
+        return sum(self.completion_mask)
