@@ -33,6 +33,7 @@ COMMANDS = {
     "chat": ("strop.cli.chat:main", "talk to a model or a trained folder"),
     "generate": ("strop.cli.chat:generate_main", "answer prompts from a file with a model or a trained folder"),
     "score": ("strop.cli.score:main", "score answers with a reward model"),
+    "rewards": ("strop.cli.rewards:main", "rewards try: see what reward functions say of stored completions"),
     "env": ("strop.cli.env:main", "print versions, devices, and what works here"),
 }
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from strop.rewards.math_process import Verdict, check_math_verify, verdicts
+from strop.rewards.math_process import Verdict, prepare, verdicts
 from strop.rewards.texts import Words, texts_of
 
 LogExtra = Callable[[str, list], None]
@@ -90,7 +90,7 @@ class _CosineScaledReward:
         ]
 
     def check(self) -> None:
-        check_math_verify()
+        prepare()
 
     def scaled(self, is_right: bool, length: int) -> float:
         short, long = (
@@ -118,5 +118,5 @@ def get_cosine_scaled_reward(
     return _CosineScaledReward(max_len, min_value_wrong, max_value_wrong, min_value_correct, max_value_correct)
 
 
-accuracy_reward.check = check_math_verify  # type: ignore[attr-defined]
-reasoning_accuracy_reward.check = check_math_verify  # type: ignore[attr-defined]
+accuracy_reward.check = prepare  # type: ignore[attr-defined]
+reasoning_accuracy_reward.check = prepare  # type: ignore[attr-defined]

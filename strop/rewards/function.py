@@ -46,9 +46,10 @@ class RewardFunction:
     def check(self, columns: Iterable[str], has_ids: bool = True) -> None:
         """Raises ValueError if rows with these columns lack what the function needs, or if it says it can't work."""
         known = [*GIVEN, *(name for name in columns if name not in HIDDEN)]
-        available = set(known) if has_ids else set(known) - {"completion_ids"}
+        if not has_ids:
+            known.remove("completion_ids")
         for name in self.required:
-            if name not in available:
+            if name not in known:
                 why = " (there is no tokenizer here)" if name == "completion_ids" else ""
                 raise ValueError(
                     f"reward function {self.name} needs {name!r}, which the rows lack{why}. They have "

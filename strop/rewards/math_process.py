@@ -47,14 +47,19 @@ def check_math_verify() -> None:
         )
 
 
+def prepare() -> None:
+    """Start the process, so that the first answer doesn't wait for it. Raises ValueError if math-verify is missing."""
+    check_math_verify()
+    with _LOCK:
+        _PROCESS.ensure()
+
+
 def verdicts(pairs: Sequence[tuple[str, str]], seconds: float = SECONDS) -> list[Verdict]:
     """For each solution and answer what math-verify says, from any thread; `seconds` bound each of its three tasks."""
     if not pairs:
         return []
     check_math_verify()
     with _LOCK:
-        if _PROCESS.owner != os.getpid():
-            _PROCESS.forget()
         return [_PROCESS.verdict(gold, answer, seconds) for gold, answer in pairs]
 
 
@@ -68,15 +73,21 @@ class MathProcess:
         self.owner = os.getpid()
 
     def verdict(self, gold: str, answer: str, seconds: float) -> Verdict:
-        if self.process is None or self.process.poll() is not None:
-            self.close()
-            self.start()
+        self.ensure()
         self.send([gold, answer, max(1, round(seconds))])
         parsed = self.reply(seconds + GRACE)
         if not parsed:
             return Verdict(None, "[unparseable]", "[skipped]")
         found = self.reply(2 * seconds + GRACE)
         return Verdict(found[0], parsed, found[1]) if found else Verdict(0.0, parsed, "[ran out of time]")
+
+    def ensure(self) -> None:
+        """A process of this one's own is running."""
+        if self.owner != os.getpid():
+            self.forget()
+        if self.process is None or self.process.poll() is not None:
+            self.close()
+            self.start()
 
     def start(self) -> None:
         self.process = subprocess.Popen(
