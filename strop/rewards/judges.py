@@ -56,7 +56,7 @@ VERDICT = {"a": 1.0, "b": 0.0, "tie": 0.5}
 
 def score_in(text: str, low: float, high: float) -> float | None:
     """The number behind the last "Score:", if there is one from `low` to `high`; "7/10" is 7."""
-    found = re.findall(r"score\W{1,8}(-?\d+(?:\.\d+)?)", text, re.IGNORECASE)
+    found = re.findall(r"score\W{1,8}?(-?\d+(?:\.\d+)?)", text, re.IGNORECASE)
     return float(found[-1]) if found and low <= float(found[-1]) <= high else None
 
 

@@ -59,9 +59,7 @@ def test_a_fork_bomb_goes_no_further_than_its_limit_and_ends(sandbox):
         except OSError:
             print(children)
     """
-    most = (
-        LIMITS.processes if sandbox.backend == "bwrap" else 50
-    )
+    most = LIMITS.processes if sandbox.backend == "bwrap" else 50
     assert 0 < int(sandbox.run(dedent(counted)).stdout) <= most
     assert sandbox.run(
         "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
