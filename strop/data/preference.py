@@ -207,6 +207,11 @@ def _raise_if_nothing_to_learn(report: PreferenceReport, maker: PreferenceMaker)
             f"max_length={recipe.max_length} (half of all have more than {report.percentile(50)} tokens) and "
             f'overlong="drop" drops them'
         )
+    if not report.rows_out and recipe.holds(*recipe.capped(report.longest_prompt, 1)):
+        raise ValueError(
+            f"in none of the {report.rows_in} rows of the {name} data set has every completion a token that is "
+            "predicted. Look at the rows with `strop inspect`"
+        )
     if not report.rows_out:
         raise ValueError(
             f"no row of the {name} data set has room for its completions within max_length={recipe.max_length}: the "

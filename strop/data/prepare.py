@@ -143,7 +143,7 @@ def as_dataset(rows: AnyRows, name: str = "train") -> Dataset | IterableDataset:
         raise ValueError(
             f"the {name} data set is a {type(rows).__name__}; expected a datasets or torch data set, or a list of rows"
         )
-    return Dataset.from_list(list(_plain_rows(rows[i] for i in range(len(rows)))))
+    return Dataset.from_dict(as_columns(list(_plain_rows(rows[i] for i in range(len(rows))))))  # of all rows' columns
 
 
 def as_columns(rows: list[dict[str, Any]]) -> dict[str, list]:

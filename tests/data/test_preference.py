@@ -83,6 +83,12 @@ class TestWhatComesIn:
         assert len(first) == len(ROWS)
         assert all(other == first for other in others)
 
+    def test_a_column_that_only_a_later_row_of_a_list_has_counts(self, bpe_tokenizer):
+        rows = [PAIR, PAIR | {"margin": 0.5}]
+        for some in (rows, rows[::-1]):
+            with pytest.raises(ValueError, match="its margin is None"):
+                prepare_preference(some, bpe_tokenizer, PreferenceArguments(), PAIRS_WITH_MARGIN)
+
     def test_several_processes_make_the_same(self, bpe_tokenizer):
         rows = Dataset.from_list(ROWS)
         assert prepared(rows, bpe_tokenizer, dataset_num_proc=2) == prepared(rows, bpe_tokenizer)
@@ -172,6 +178,11 @@ class TestReport:
         numbers = report.to_dict()
         assert numbers["lost_ends"] == report.truncated_completions > 0
         assert numbers["length_max"] == report.percentile(100) > 12
+
+    def test_rows_without_any_token_to_learn_are_not_said_to_be_long(self, bpe_tokenizer):
+        with pytest.raises(ValueError, match=r"in none of the 1 rows .* has every completion a token") as refusal:
+            prepare([{"prompt_ids": [1, 2], "chosen_ids": [], "rejected_ids": [3]}], bpe_tokenizer)
+        assert "max_length" not in str(refusal.value)
 
     def test_equal_pairs_are_counted_and_refused_if_most_are(self, bpe_tokenizer, caplog):
         pair = {"prompt": "What is the sky?", "chosen": " The sky is blue.", "rejected": " The sky is green."}
