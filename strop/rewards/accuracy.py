@@ -111,7 +111,7 @@ def get_cosine_scaled_reward(
 ) -> _CosineScaledReward:
     """`accuracy_reward` that goes with the length, from 0 to `max_len` tokens, along half a cosine: right answers from
     `max_value_correct` down to `min_value_correct`, wrong ones from `min_value_wrong` up to `max_value_wrong`
-    (arXiv:2502.03373 eq. 1); beyond `max_len` it stays. Raises ValueError for a `max_len` below 1.
+    (arXiv:2502.03373); beyond `max_len` it stays. Raises ValueError for a `max_len` below 1.
     """
     if max_len < 1:
         raise ValueError(f"max_len={max_len} is no length in tokens; it must be at least 1.")

@@ -56,7 +56,7 @@ class _RepetitionPenalty:
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> _RepetitionPenalty:
     """A reward that is `max_penalty` times the share of a completion's n-grams of tokens that were there before
-    (arXiv:2502.03373 appendix); 0 for completions shorter than an n-gram.
+    (arXiv:2502.03373); 0 for completions shorter than an n-gram.
 
     Raises ValueError for a positive `max_penalty` and for n-grams of no token.
     """

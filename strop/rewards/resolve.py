@@ -4,6 +4,7 @@ import ast
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,9 @@ def _parsed(name: str) -> tuple[str, dict[str, Any] | None]:
     if not bracket:
         return name, None
     try:
-        call = ast.parse(name.strip(), mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # '\\d' without an r before it is what a pattern looks like
+            call = ast.parse(name.strip(), mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError("options are written name=value")
         options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}

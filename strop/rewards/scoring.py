@@ -9,14 +9,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from strop.rewards.function import GIVEN, HIDDEN, RewardFunction, unique
 from strop.rewards.limits import Loop, within
+from strop.rewards.resolve import resolve_reward
 from strop.rewards.texts import Words
+
+Reward: TypeAlias = Callable[..., Any] | nn.Module | str | Path
+"""What reward functions may be given as."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +70,11 @@ class Rows:
 class RewardFunctions:
     """Reward functions with their weights; `score` asks all of them.
 
-    `functions` is one or several callables `f(prompts=..., completions=..., completion_ids=..., **columns)` that return
-    a number for each completion, or None where they don't apply. Asynchronous ones run together on one event loop;
-    others one after the other in the caller's thread, or, with `workers`, side by side in so many threads.
+    `functions` is one or several of these: a callable `f(prompts=..., completions=..., completion_ids=..., **columns)`
+    that returns a number for each completion, or None where it doesn't apply; a name that `resolve_reward` knows; a
+    reward model, as an object, a folder or a hub id, whose own tokenizer `tokenizers` may hold in the same place.
+    Asynchronous ones run together on one event loop; others one after the other in the caller's thread, or, with
+    `workers`, side by side in so many threads.
 
     `timeout` bounds each function in seconds (in threads, then). A function whose time is over is asked again row by
     row, side by side, for as long at most; rows without an answer by then count as not applicable, with a warning that
@@ -80,22 +87,34 @@ class RewardFunctions:
 
     def __init__(
         self,
-        functions: Callable[..., Any] | Sequence[Callable[..., Any]],
+        functions: Reward | Sequence[Reward],
         weights: Sequence[float] | None = None,
         *,
+        tokenizers: Any | Sequence[Any] = None,
         timeout: float | None = None,
         workers: int = 0,
     ):
-        given = [functions] if callable(functions) else list(functions)
+        given = list(functions) if isinstance(functions, (list, tuple)) else [functions]
         if not given:
             raise ValueError("there is no reward function, so there is nothing to learn; pass at least one.")
         if workers < 0 or (timeout is not None and timeout <= 0):
             raise ValueError(f"workers={workers} must be 0 or more, timeout={timeout} above 0 or None.")
-        self.functions = [RewardFunction(function) for function in given]
+        cutters = [None] * len(given) if tokenizers is None else tokenizers
+        cutters = list(cutters) if isinstance(cutters, (list, tuple)) else [cutters]
+        if len(cutters) != len(given):
+            raise ValueError(f"there are {len(cutters)} tokenizers for {len(given)} reward functions; None is one too.")
+        self.functions = [RewardFunction(as_function(*pair)) for pair in zip(given, cutters, strict=True)]
         for function, name in zip(self.functions, unique([f.name for f in self.functions]), strict=True):
             function.name = name
         self.weights = _weights(weights, self.names)
         self.timeout, self.workers = timeout, workers
+
+    def to(self, device: torch.device | str) -> "RewardFunctions":
+        """These functions, with their reward models on `device`."""
+        for function in self.functions:
+            if isinstance(model := getattr(function.function, "model", None), nn.Module):
+                model.to(device)
+        return self
 
     @property
     def names(self) -> list[str]:
@@ -174,6 +193,19 @@ class RewardFunctions:
     @cached_property
     def loop(self) -> "Loop":
         return Loop()
+
+
+def as_function(reward: Reward, tokenizer: Any = None) -> Callable[..., Any]:
+    """The callable that `reward` is or names. Raises ValueError for a tokenizer beside what cuts no text."""
+    if isinstance(reward, nn.Module) or (tokenizer is not None and isinstance(reward, (str, Path))):
+        from strop.rewards.from_model import RewardModel
+
+        return RewardModel(reward, tokenizer)
+    if isinstance(reward, (str, Path)):
+        return resolve_reward(str(reward))
+    if tokenizer is not None:
+        raise ValueError(f"there is a tokenizer for {reward!r}, which is no reward model; its place must hold None.")
+    return reward
 
 
 def _weights(weights: Sequence[float] | None, names: Sequence[str]) -> Tensor:

@@ -23,9 +23,10 @@ def test_scores_are_those_of_the_model_and_the_folder_is_its_name(model, bpe_tok
     model.save_pretrained("out/judge")
     bpe_tokenizer.save_pretrained("out/judge")
     expected = score(model, bpe_tokenizer, PROMPTS, COMPLETIONS)
-    functions = RewardFunctions([resolve_reward("out/judge"), RewardModel(model, bpe_tokenizer, batch_size=1)])
+    rewards = [resolve_reward("out/judge"), "out/judge", model, RewardModel(model, bpe_tokenizer, batch_size=1)]
+    functions = RewardFunctions(rewards, tokenizers=[None, None, bpe_tokenizer, None]).to("cpu")
     scores = functions.score(PROMPTS, COMPLETIONS, columns={"answer": [1, 2, 3]})
-    assert scores.names[0] == "judge"
+    assert scores.names[:2] == ["judge", "judge_2"]
     for values in scores.values.T:
         torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
 

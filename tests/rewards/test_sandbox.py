@@ -59,6 +59,7 @@ def test_a_fork_bomb_goes_no_further_than_its_limit_and_ends(sandbox):
         except OSError:
             print(children)
     """
+    # There the limit is what others that run as the same user had a moment ago, and as much again.
     most = LIMITS.processes if sandbox.backend == "bwrap" else 50
     assert 0 < int(sandbox.run(dedent(counted)).stdout) <= most
     assert sandbox.run(

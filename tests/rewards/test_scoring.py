@@ -225,6 +225,21 @@ def test_what_cannot_be_is_refused(arguments, message):
         RewardFunctions(lengths, timeout=0)
 
 
+def test_names_count_as_functions():
+    functions = RewardFunctions("think_format")
+    assert functions.names == ["think_format_reward"]
+    assert functions.score(["p"], ["<think></think>"]).values.tolist() == [[1.0]]
+    with pytest.raises(ValueError, match="Choices: accuracy"):
+        RewardFunctions("thnk")
+
+
+def test_a_tokenizer_needs_its_reward_model():
+    with pytest.raises(ValueError, match="which is no reward model; its place must hold None"):
+        RewardFunctions([lengths], tokenizers=object())
+    with pytest.raises(ValueError, match="1 tokenizers for 2 reward functions"):
+        RewardFunctions([lengths, lengths], tokenizers=[None])
+
+
 def test_rows_of_different_number_are_refused_and_none_are_scored():
     with pytest.raises(ValueError, match="there are 4 completions but 1 answer"):
         RewardFunctions(lengths).score(**FOUR, columns={"answer": ["a"]})
