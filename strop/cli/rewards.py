@@ -97,7 +97,8 @@ def read_rows(path: str, limit: int | None) -> tuple[list[Any], list[Any], dict[
     prompts: list[Any] = []
     completions: list[Any] = []
     rows: list[dict[str, Any]] = []
-    for row in load_rows(path, "train"):
+    source: Any = load_rows(path, "train")
+    for row in source:
         if row.get("completion") is None and row.get("completions") is None:
             raise ValueError(f"rows have the columns {', '.join(row)}, but none is called completion or completions.")
         for completion in row["completions"] if row.get("completion") is None else [row["completion"]]:

@@ -17,8 +17,8 @@ Test = str | Mapping[str, str]
 
 HARNESS = """\
 def run():
-    import json, sys
-    program, tests, word = json.loads(sys.stdin.read())
+    import sys
+    program, tests, word = eval(sys.stdin.read())
     exec(compile(program, "program.py", "exec"), globals())
     write = sys.__stdout__.write
     for number, test in enumerate(tests):
@@ -96,7 +96,7 @@ class _CodeReward:
 
     def asserts_passed(self, program: str, asserts: Sequence[str]) -> int:
         word = secrets.token_hex(16)
-        outcome = self.sandbox.run(HARNESS, json.dumps([program, asserts, word]))
+        outcome = self.sandbox.run(HARNESS, repr([program, asserts, word]))
         lines = set(outcome.stdout.splitlines())
         return sum(f"{word} {number}" in lines for number in range(len(asserts)))
 

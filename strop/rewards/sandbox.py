@@ -6,7 +6,6 @@ security boundary: it reads and writes what the user may, and reaches the networ
 """
 
 import functools
-import json
 import os
 import select
 import shutil
@@ -23,18 +22,19 @@ from typing import IO, Any, Literal
 
 NOBODY = 65534
 PROGRAM = """\
-import json, resource, sys
-limits = json.loads(sys.argv[1])
+import resource, sys
+limits = eval(sys.argv[1])
 for name, value in limits.items():
     resource.setrlimit(getattr(resource, name), (value, value))
 path = sys.argv[2]
 sys.argv = [path]
 with open(path, encoding="utf-8") as file:
     source = file.read()
-del json, resource, name, value, limits, file
+del resource, name, value, limits, file
 exec(compile(source, path, "exec"))
 """
-"""Binds itself by limits that it can't raise again, and then becomes the program: no second start of Python."""
+"""Binds itself by limits that it can't raise again, and then becomes the program: no second start of Python, and no
+imports that double the first."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Sandbox:
         return Outcome(returncode, *texts, seconds)
 
     def _command(self, python: str, path: str, running: int = 0) -> list[str]:
-        return [python, "-I", "-S", "-c", PROGRAM, json.dumps(self.limits.resources(running)), path]
+        return [python, "-I", "-S", "-c", PROGRAM, repr(self.limits.resources(running)), path]
 
     def _plain_start(self, python: str, source: IO[bytes], folder: str) -> "Start":
         path = Path(folder, "program.py")
