@@ -259,7 +259,7 @@ class Call:
         try:
             return self.called(rows)
         except Exception as error:
-            found = self.culprit() if len(rows.numbers) > 1 else (rows.numbers[0], error)
+            found = self.culprit(error) if len(rows.numbers) > 1 else (rows.numbers[0], error)
             raise self.explained(error, *found) from error
 
     def called(self, rows: Rows) -> Any:
@@ -284,7 +284,7 @@ class Call:
         try:
             return await self.function.function(**self.arguments(rows))
         except Exception as error:
-            found = await self.culprit_async() if len(rows.numbers) > 1 else (rows.numbers[0], error)
+            found = await self.culprit_async(error) if len(rows.numbers) > 1 else (rows.numbers[0], error)
             raise self.explained(error, *found) from error
 
     def arguments(self, rows: Rows) -> dict[str, Any]:
@@ -315,8 +315,9 @@ class Call:
         completion = repr(self.rows.given["completions"][row])[:200]
         return ValueError(f"reward function {self.function.name} failed on row {row} ({completion}): {shown}")
 
-    def culprit(self) -> tuple[int | None, Exception | None]:
-        """The first row that fails alone as well, and how; none where that is not found within SEARCH_SECONDS."""
+    def culprit(self, failure: Exception) -> tuple[int | None, Exception | None]:
+        """The first row that fails alone as well, in the same way, and the error then; none where that is not found
+        within SEARCH_SECONDS."""
         deadline = time.monotonic() + SEARCH_SECONDS
         for row in self.rows.numbers:
             if time.monotonic() > deadline:
@@ -324,22 +325,19 @@ class Call:
             try:
                 self.called(self.rows.one(row))
             except Exception as error:
-                return row, error
+                if type(error) is type(failure):
+                    return row, error
         return None, None
 
-    async def culprit_async(self) -> tuple[int | None, Exception | None]:
+    async def culprit_async(self, failure: Exception) -> tuple[int | None, Exception | None]:
         """`culprit` of an asynchronous function, which is asked about all rows at once."""
 
         async def ask(row: int) -> None:
             await asyncio.wait_for(self.function.function(**self.arguments(self.rows.one(row))), SEARCH_SECONDS)
 
         found = await asyncio.gather(*map(ask, self.rows.numbers), return_exceptions=True)
-        failed = [
-            (row, error)
-            for row, error in zip(self.rows.numbers, found, strict=True)
-            if isinstance(error, Exception) and not isinstance(error, TimeoutError)
-        ]
-        return failed[0] if failed else (None, None)
+        failed = zip(self.rows.numbers, found, strict=True)
+        return next(((row, error) for row, error in failed if type(error) is type(failure)), (None, None))
 
     @contextlib.contextmanager
     def timed(self):

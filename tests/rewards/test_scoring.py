@@ -161,10 +161,17 @@ def test_an_exception_names_function_and_row_and_keeps_its_traceback(function, o
 
 
 def test_an_exception_that_is_no_single_rows_says_so():
+    def compares(completions):
+        """Alone a row fails otherwise, which explains nothing."""
+        if len(completions[0]) != len(completions[1]):
+            raise KeyError("not the same length")
+
     def counts(completions):
         assert len(completions) < 4, "too many"
         return lengths(completions)
 
+    with pytest.raises(ValueError, match=r"compares failed on 4 rows, but on no single one .* same length"):
+        RewardFunctions(compares).score(**FOUR)
     with pytest.raises(ValueError, match=r"counts failed on 4 rows, but on no single one .* too many"):
         RewardFunctions(counts).score(**FOUR)
 
