@@ -134,7 +134,8 @@ def check_peft_config(model: nn.Module, peft_config: Any) -> None:
 
 
 def with_task(model: nn.Module, peft_config: Any) -> Any:
-    """`peft_config` with the task of `model`'s class, which decides about heads that are trained beside the adapter."""
+    """`peft_config` with the task of `model`'s class, and with all that a classifier has behind its states trained and
+    saved beside the adapter: peft itself takes the last layer only, and a pooling layer may be as new."""
     name = type(model).__name__
     task = next((task for ending, task in TASKS.items() if name.endswith(ending)), "CAUSAL_LM")
     if model.config.is_encoder_decoder and task == "CAUSAL_LM":
@@ -150,7 +151,22 @@ def with_task(model: nn.Module, peft_config: Any) -> Any:
             f"save and train the wrong head. Set task_type={task!r}, or leave it out."
         )
     peft_config.task_type = task
+    if task in TASKS.values() and hasattr(peft_config, "modules_to_save"):
+        given = peft_config.modules_to_save or []
+        peft_config.modules_to_save = [*given, *(part for part in head_parts(model) if part not in given)] or None
     return peft_config
+
+
+def head_parts(model: nn.Module) -> list[str]:
+    """Names of the modules of a classifier that stand between the states of its base and its labels."""
+    trunk = getattr(model, getattr(model, "base_model_prefix", ""), None)
+    if trunk is None:
+        return []
+    children = dict(model.named_children())
+    beside = {name: child for name, child in children.items() if child is not trunk}
+    parts = beside | {"pooler": trunk.pooler} if isinstance(getattr(trunk, "pooler", None), nn.Module) else beside
+    weights = {name: list(part.parameters()) for name, part in parts.items()}
+    return [name for name, own in weights.items() if own and all(weight.is_floating_point() for weight in own)]
 
 
 def with_new_tokens(model: nn.Module, peft_config: Any, new_token_ids: Sequence[int]) -> Any:

@@ -6,7 +6,8 @@ seems to begin, so a row's score is the same alone, packed, and padded on either
 its states before its head, as encoders do with their first token, answers with its own logits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,13 +33,14 @@ def scores(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         return _upcast(forward(model, batch).logits[:, 0])
     if "ends" not in batch:
         batch = {**batch, **padded_ends(batch["attention_mask"])}
-    _refuse_padding_without_id(base, batch)
     reader = _StateReader(base, batch, batch["ends"])
-    with stand_in(reader.head, reader.__call__):
+    with stand_in(reader.head, reader.__call__), _some_padding_id(base) as knows_padding:
         output = forward(model, batch)
     if reader.outputs is not None:
         return _linked(reader.outputs[:, 0], output.logits)
     _refuse_packed(base, batch)
+    if not knows_padding:
+        _refuse_padding_without_id(base, batch)
     return _upcast(output.logits[:, 0])
 
 
@@ -127,11 +129,24 @@ def _refuse_packed(base: PreTrainedModel, batch: Mapping[str, Any]) -> None:
         )
 
 
+@contextmanager
+def _some_padding_id(base: PreTrainedModel) -> Iterator[bool]:
+    """Whether its config has a pad_token_id. It has one meanwhile: transformers refuses several padded rows without,
+    though where it sees their ends is of no account here."""
+    config = base.config.get_text_config()
+    own = config.pad_token_id
+    config.pad_token_id = 0 if own is None else own
+    try:
+        yield own is not None
+    finally:
+        config.pad_token_id = own
+
+
 def _refuse_padding_without_id(base: PreTrainedModel, batch: Mapping[str, Any]) -> None:
-    if len(batch["input_ids"]) > 1 and base.config.get_text_config().pad_token_id is None:
+    if len(batch["input_ids"]) > 1:
         raise ValueError(
-            f"{type(base).__name__} refuses several padded rows as its config has no pad_token_id; set it, e.g. "
-            "model.config.pad_token_id = tokenizer.pad_token_id"
+            f"{type(base).__name__} pools its states by where padding begins, but its config has no pad_token_id; set "
+            "it, e.g. model.config.pad_token_id = tokenizer.pad_token_id"
         )
 
 

@@ -4,7 +4,14 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
 from strop.models.adapters import apply_peft, base_model, is_peft, load_adapter, trainable_summary
 from strop.models.arguments import ModelInitArguments
@@ -87,6 +94,27 @@ def test_a_reward_models_head_is_trained_with_the_adapter(task):
     assert any(name.endswith("score.modules_to_save.default.weight") for name in trainable(model))
     with pytest.raises(ValueError, match=r"'TOKEN_CLS', but the model is a LlamaForSequenceClassification"):
         apply_peft(LlamaForSequenceClassification(config), lora(task_type="TOKEN_CLS"))
+
+
+@pytest.mark.parametrize(
+    ("model_class", "parts"),
+    [(BertForSequenceClassification, ["pooler", "classifier"]), (BertForTokenClassification, ["classifier"])],
+)
+def test_all_between_an_encoders_states_and_its_labels_is_trained_and_saved(model_class, parts, tmp_path):
+    config = BertConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_labels=1
+    )
+    base = model_class(config)
+    known = {name: weight.clone() for name, weight in base.bert.state_dict().items() if "pooler" not in name}
+    model = apply_peft(base, lora(target_modules=["query"]))
+    names = {name.split(".modules_to_save.")[0].split(".")[-1] for name in trainable(model) if "lora" not in name}
+    assert names == set(parts)
+    model.save_pretrained(tmp_path)
+    other = model_class(config)  # whose new layers are drawn anew
+    other.bert.load_state_dict(known, strict=False)
+    again = PeftModel.from_pretrained(other, tmp_path)
+    ids = torch.arange(5, 12)[None]
+    torch.testing.assert_close(again.eval()(ids).logits, model.eval()(ids).logits)
 
 
 # a ready adapter

@@ -14,12 +14,14 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     ModernBertConfig,
     MPNetConfig,
     OPTConfig,
     Qwen3Config,
     RobertaConfig,
 )
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from strop.data.collate import TokenRow, collate
 from strop.models.adapters import apply_peft
@@ -203,7 +205,29 @@ def test_what_has_no_score_is_refused():
         scores(language_model, collate(ROWS, "padded", 0))
     with pytest.raises(ValueError, match="num_labels=2, but a reward is one number"):
         scores(build(DECODERS, "llama", num_labels=2), collate(ROWS, "padded", 0))
+
+
+def test_rows_end_where_they_do_though_a_config_names_no_padding():
     model = build(DECODERS, "llama")
+    batch = collate(ROWS, "padded", 0)
+    expected = scores(model, batch)
     model.config.pad_token_id = None
-    with pytest.raises(ValueError, match=r"refuses several padded rows.*model.config.pad_token_id ="):
+    torch.testing.assert_close(scores(model, batch), expected)
+    assert model.config.pad_token_id is None
+
+
+def test_a_model_that_looks_for_padding_itself_must_know_it():
+    class Pooling(LlamaForSequenceClassification):
+        def __init__(self, config):
+            super().__init__(config)
+            del self.score
+            self.classifier = torch.nn.Sequential(torch.nn.Linear(config.hidden_size, 1))
+
+        def forward(self, input_ids, attention_mask=None, **kwargs):
+            states = self.model(input_ids, attention_mask).last_hidden_state
+            return SequenceClassifierOutputWithPast(logits=self.classifier(states[:, -1]))
+
+    model = Pooling(DECODERS["llama"](num_labels=1, pad_token_id=None))
+    assert scores(model, collate([TokenRow([5, 6], [5, 6])], "padded", 0)).shape == (1,)
+    with pytest.raises(ValueError, match=r"pools its states by where padding begins.*model.config.pad_token_id ="):
         scores(model, collate(ROWS, "padded", 0))
