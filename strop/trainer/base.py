@@ -293,6 +293,9 @@ class BaseTrainer(transformers.Trainer):
 
     # Evaluation
 
+    def _get_eval_sampler(self, eval_dataset):
+        """Rows in their order, which `predict` keeps; transformers would sort them by length where training does."""
+
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
         self.eval_sums = WeightedSums()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)

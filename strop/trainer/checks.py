@@ -164,6 +164,7 @@ def preference_data(args: Any) -> None:
             f'truncation_mode="keep_end" has no effect with overlong={args.overlong!r} and max_length='
             f"{args.max_length}, which truncate nothing; remove it."
         )
+    no_effect(args, {"length_column_name": "length"}, "rows whose preparation measures their lengths itself")
     if args.padding_free and args.layout == "padded":
         raise ValueError(
             'padding_free=True and layout="padded" contradict each other; remove one (layout="auto" pads only where '

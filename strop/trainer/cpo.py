@@ -58,6 +58,7 @@ class CPOConfig(PreferenceConfig):
         checks.one_of("loss_type", self.loss_type, ("sigmoid", "hinge", "ipo", *SIMPO_LIKE))
         checks.positive("beta", self.beta)
         checks.within("label_smoothing", self.label_smoothing, 0, 0.5)
+        checks.at_least("cpo_alpha", self.cpo_alpha, 0)
         neutral = {"label_smoothing": 0.0} if self.loss_type in ("hinge", "ipo") else {}
         neutral |= {} if self.loss_type in SIMPO_LIKE else {"simpo_gamma": 0.5}
         checks.no_effect(self, neutral, f"loss_type={self.loss_type!r}")

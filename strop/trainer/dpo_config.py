@@ -111,7 +111,7 @@ class DPOConfig(ReferenceArguments, PreferenceConfig):
                 f"loss_weights={self.loss_weights} are {len(self.loss_weights)}, but loss_type={self._shown()} are "
                 f"{len(self.loss_type)}; give one weight a loss."
             )
-        if self.rpo_alpha is not None and SFT in self.loss_type:
+        if self.rpo_alpha is not None and SFT in as_list(self.loss_type):
             raise ValueError(
                 f'rpo_alpha={self.rpo_alpha} and "sft" in loss_type are two names of one term; give its weight '
                 "once, as rpo_alpha or in loss_weights."

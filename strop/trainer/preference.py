@@ -30,6 +30,9 @@ from .setup import check_datasets, check_lengths, ready_model, ready_tokenizer, 
 RATES = ("attention_dropout", "dropout", "activation_dropout", "hidden_dropout", "dropout_p", "dropout_prob")
 """What modules of transformers call a dropout rate that they pass on."""
 
+BY_LENGTH = ("group_by_length", "batch_rebalance")
+"""Strategies of sampling that look at how long rows are."""
+
 Rows = Dataset | IterableDataset | torch.utils.data.Dataset
 
 
@@ -152,6 +155,16 @@ class PreferenceTrainer(BaseTrainer):
             logps = [f"ref_{side}_logps" for side in self.wanted.sides]
             self._signature_columns = [*self.wanted.columns, *self.wanted.extras, *logps]
 
+    def _get_train_sampler(self, train_dataset=None):
+        """As in transformers, whose samplers by length get the tokens of whole rows."""
+        rows = self.train_dataset if train_dataset is None else train_dataset
+        if isinstance(rows, Dataset) and self.args.train_sampling_strategy in BY_LENGTH:
+            self._set_signature_columns_if_needed()
+            ids = [name for name in rows.column_names if name in self._signature_columns and name.endswith("_ids")]
+            lengths = [sum(map(num_tokens, row.values())) for row in rows.select_columns(ids)]
+            rows = Dataset.from_dict({self.args.length_column_name: lengths})
+        return super()._get_train_sampler(rows)
+
     # Loss
 
     def parts(self, model: Module, batch: Batch) -> tuple[Parts, Metrics]:
@@ -216,7 +229,8 @@ class PreferenceTrainer(BaseTrainer):
         if self.needs_whole_step:
             scores, _ = self.eval_scores.gathered(self.accelerator.num_processes)
             if scores is not None and whole_step.num_rows(scores):
-                metrics = metrics | {"loss/sequences": self.row_losses(scores).mean().item()}
+                beside = metrics.get("loss/sequences", 0.0)  # what isn't a loss of rows: balancing
+                metrics = metrics | {"loss/sequences": beside + self.row_losses(scores).mean().item()}
         parts = [f"loss/{unit}" for unit in Parts._fields]
         rest = {name: value for name, value in metrics.items() if name not in parts}
         return {"loss": sum(metrics.get(name, 0.0) for name in parts), **rest} if metrics else {}
@@ -251,6 +265,11 @@ def disable_dropout(model: Module) -> None:
         for name in RATES:
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
+
+
+def num_tokens(ids: list) -> int:
+    """Tokens of a completion, or of all completions in a list of them."""
+    return sum(map(num_tokens, ids)) if ids and isinstance(ids[0], list) else len(ids)
 
 
 def means_of(values: Mapping[str, Tensor], count: int) -> Metrics:

@@ -161,6 +161,7 @@ def test_a_step_equals_trl(case, tmp_path):
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing=0.1 would have no effect with loss_type='ipo'"),
         ({"simpo_gamma": 1.0}, "simpo_gamma=1.0 would have no effect with loss_type='sigmoid'"),
         ({"beta": 0.0}, "beta=0.0 is out of range"),
+        ({"cpo_alpha": -1.0}, "cpo_alpha=-1.0 is out of range"),
         ({"generate_during_eval": True}, "LogCompletionsCallback"),
         ({"is_encoder_decoder": True}, "decoder-only models are trained here"),
     ],

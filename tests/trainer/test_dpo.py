@@ -246,6 +246,19 @@ def test_experts_balancing_loss_is_added_once(float64_trainer, monkeypatch):
     assert step(trainer, *parts)[0] == pytest.approx(without + 0.05)
 
 
+@pytest.mark.parametrize("loss_type", ["sigmoid", "aot"])
+def test_experts_balancing_loss_is_part_of_evaluation(float64_trainer, monkeypatch, loss_type):
+    """Also where the losses of rows wait for the whole set."""
+    from strop.trainer import dpo
+
+    trainer = float64_trainer
+    trainer.args.loss_type = [loss_type]
+    without = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+    trainer.aux_loss_coef, logps = 0.01, dpo.logps
+    monkeypatch.setattr(dpo, "logps", lambda *a, **k: logps(*a, **k)._replace(aux_loss=torch.tensor(5.0)))
+    assert trainer.evaluate(trainer.train_dataset)["eval_loss"] == pytest.approx(without + 0.05)
+
+
 def test_the_first_loss_is_ln_2_and_the_reference_stays(tiny_llama, bpe_tokenizer, tmp_path):
     trainer = train(tiny_llama, bpe_tokenizer, tmp_path)
     first, second = logs(trainer)[:, 0].tolist()

@@ -72,6 +72,7 @@ def test_options_reach_the_losses_that_have_them():
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "label_smoothing=0.1 would have no effect with loss_type='ipo'"),
         ({"discopop_tau": 0.1}, "discopop_tau=0.1 would have no effect with loss_type='sigmoid'"),
         ({"loss_type": "discopop", "discopop_tau": 0.0}, "discopop_tau=0.0 is out of range"),
+        ({"length_column_name": "size"}, "length_column_name='size' would have no effect"),
         ({"ld_alpha": 2.0}, "ld_alpha=2.0 is out of range"),
         ({"ld_alpha": -0.1}, "ld_alpha=-0.1 is out of range"),
         ({"loss_type": "sft", "ld_alpha": 0.5}, "ld_alpha=0.5 would have no effect with loss_type='sft'"),

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from strop import DPOConfig, DPOTrainer
 from strop.losses.reduce import StepCounts
 from strop.trainer import preference
-from strop.trainer.preference import Parts, disable_dropout, means_of
+from strop.trainer.preference import Parts, disable_dropout, means_of, num_tokens
 
 PAIRS = Dataset.from_list(
     [
@@ -64,6 +64,24 @@ def test_sets_are_prepared_once(tiny_llama, bpe_tokenizer, tmp_path, monkeypatch
 def test_layout_options_beside_a_collator_are_refused(tiny_llama, bpe_tokenizer, tmp_path, options):
     with pytest.raises(ValueError, match="a data_collator of your own"):
         build(tiny_llama, bpe_tokenizer, tmp_path, collator=lambda rows: {}, **options)
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+def test_batches_of_similar_lengths(tiny_llama, bpe_tokenizer, tmp_path, strategy):
+    """A row is as long as its prompt and both completions; what is predicted keeps the order of the rows."""
+    trainer = build(tiny_llama, bpe_tokenizer, tmp_path, train_sampling_strategy=strategy)
+    rows = trainer.train_dataset
+    lengths = [sum(len(row[f"{part}_ids"]) for part in ("prompt", "chosen", "rejected")) for row in rows]
+    assert trainer._get_train_sampler().lengths == lengths
+    trainer.train()
+    assert trainer.state.log_history[-1]["train_loss"] > 0
+    rewards = trainer.predict(PAIRS).predictions
+    for i in range(len(PAIRS)):
+        assert rewards[i] == pytest.approx(trainer.predict(PAIRS.select([i])).predictions[0], rel=1e-4, abs=1e-5)
+
+
+def test_completions_in_a_list_add_up():
+    assert (num_tokens([5, 6]), num_tokens([[5, 6], [7], []]), num_tokens([])) == (2, 3, 0)
 
 
 def test_packed_on_request_equals_padded(tiny_llama, bpe_tokenizer, tmp_path):
