@@ -1,0 +1,89 @@
+"""Episodes played by a function of the user's: `rollout_func(prompts, trainer)`."""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from strop.compat import suggestion
+from strop.rollout.encode import Encoder
+from strop.rollout.types import Rollout, Sampling
+
+REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+MASK = "env_mask"
+
+RolloutFunction = Callable[[list[Any], Any], Mapping[str, Any]]
+
+
+class FunctionEpisodes:
+    """Rollouts that `function(prompts, trainer)` returns: a mapping of `prompt_ids`, `completion_ids` and `logprobs`,
+    a list each for every prompt, and, as it likes, `env_mask` (0 on tokens of a completion that the policy didn't
+    write) and columns for reward functions, a value each or one for all.
+
+    Without log-probabilities (None) those of the rollouts are NaN: what sampled them isn't known. Raises ValueError for
+    what is missing, too short or too long, with the row.
+    """
+
+    own_rewards: Sequence[str] = ()
+
+    def __init__(self, function: RolloutFunction, trainer: Any, encoder: Encoder, end_ids: Collection[int]):
+        if not callable(function):
+            raise ValueError(f"rollout_func={function!r} can't be called; it is a function of prompts and the trainer")
+        self.function, self.trainer, self.encoder, self.end_ids = function, trainer, encoder, end_ids
+
+    def roll_out(self, rows: Sequence[dict[str, Any]], numbers: Sequence[int], sampling: Sampling) -> list[Rollout]:
+        """One rollout a row, in order."""
+        returned = self.function([row["prompt"] for row in rows], self.trainer)
+        if not isinstance(returned, Mapping):
+            raise ValueError(f"rollout_func returned {type(returned).__name__}; it returns a mapping with {REQUIRED}")
+        missing = [name for name in REQUIRED if name not in returned]
+        if missing:
+            raise ValueError(
+                f"rollout_func returned {', '.join(map(str, returned))}, but not {missing[0]}; logprobs may be None."
+                f"{suggestion(missing[0], map(str, returned))}"
+            )
+        given = {name: _per_row(name, value, len(rows)) for name, value in returned.items()}
+        return [
+            self._rollout(i, row, {name: values[i] for name, values in given.items()}) for i, row in enumerate(rows)
+        ]
+
+    def _rollout(self, index: int, row: dict[str, Any], given: dict[str, Any]) -> Rollout:
+        prompt, written = _ids(given.pop("prompt_ids")), _ids(given.pop("completion_ids"))
+        logps, mask = given.pop("logprobs"), given.pop(MASK, None)
+        mask = [1] * len(written) if mask is None else [int(bit) for bit in mask]
+        logps = [math.nan if bit else 0.0 for bit in mask] if logps is None else [float(x) for x in logps]
+        for name, values in ((MASK, mask), ("logprobs", logps)):
+            if len(values) != len(written):
+                raise ValueError(
+                    f"rollout_func returned {len(written)} completion_ids but {len(values)} {name} for row {index} of "
+                    "the batch; there must be one a token"
+                )
+        if not prompt:
+            raise ValueError(f"rollout_func returned no prompt_ids for row {index} of the batch; what was answered?")
+        before = [0.0] * len(prompt)
+        return Rollout(
+            row=row,
+            token_ids=prompt + written,
+            completion_mask=[0] * len(prompt) + mask,
+            logps=before + [logp if bit else 0.0 for logp, bit in zip(logps, mask, strict=True)],
+            finish_reason="stop" if written and written[-1] in self.end_ids else "length",
+            prompt_length=len(prompt),
+            prompt=row["prompt"],
+            completion=self.encoder.words(row, written),
+            columns=given,
+        )
+
+
+def _ids(ids: Any) -> list[int]:
+    return [int(i) for i in (ids.tolist() if hasattr(ids, "tolist") else ids)]
+
+
+def _per_row(name: str, value: Any, size: int) -> list[Any]:
+    """A value for each row; what is no list is the same for all."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, list | tuple):
+        if name in REQUIRED[:2]:
+            raise ValueError(f"rollout_func returned {type(value).__name__} as {name}; it is a list of ids a prompt")
+        return [value] * size
+    if len(value) != size:
+        raise ValueError(f"rollout_func returned {len(value)} {name} for {size} prompts; there must be one each")
+    return list(value)
