@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -150,17 +150,20 @@ def texts(how: InspectArguments, raw: Any, tokenizer: Any, args: Any) -> tuple[l
 
 def answers(how: InspectArguments, raw: Any, tokenizer: Any, args: Any, wanted: Any) -> tuple[list[Any], Any]:
     """Rows of a prompt with answers, or without a format with steps, explained one by one, and the report."""
-    from datasets import Dataset, IterableDataset
+    from datasets import IterableDataset
 
     from strop.data.inspect_answers import explain_answers, explain_steps
     from strop.data.preference import prepare_preference
+    from strop.data.prepare import as_dataset
     from strop.data.steps import prepare_steps
 
-    _, report = prepare_preference(raw, tokenizer, args, wanted) if wanted else prepare_steps(raw, tokenizer, args)
     if isinstance(raw, IterableDataset):
-        raw = Dataset.from_list(list(islice(raw, how.indices.stop)))
+        raw = as_dataset(list(islice(raw, how.indices.stop)))
     if wanted:
+        wanted = replace(wanted, sides=wanted.written)  # what another row answers isn't shown
+        _, report = prepare_preference(raw, tokenizer, args, wanted, refuses=False)
         return explain_answers(raw, tokenizer, args, how.of(raw), wanted), report
+    _, report = prepare_steps(raw, tokenizer, args)
     return explain_steps(raw, tokenizer, args, how.of(raw)), report
 
 

@@ -69,6 +69,7 @@ def prepare_preference(
     args: Any,
     wanted: PreferenceFormat = PAIRS,
     name: str = "train",
+    refuses: bool = True,
 ) -> tuple[Dataset | IterableDataset, PreferenceReport]:
     """`dataset` as the columns of `wanted`, and what was done to it; one that has them comes back as it is.
 
@@ -76,8 +77,8 @@ def prepare_preference(
     too: `prompt_ids` and `<side>_ids`, or without prompt_ids whole `<side>_ids` or `<side>_input_ids`. A stream is
     prepared as it is read, and its report fills up meanwhile.
 
-    Raises ValueError for rows it can't read (with their number), when no row is left, and when more than half of the
-    rows have nothing to prefer.
+    Raises ValueError for rows it can't read (with their number) and, if it `refuses`, when no row is left, and when
+    more than half of the rows have nothing to prefer.
     """
     dataset = as_dataset(dataset, name)
     report = PreferenceReport(name)
@@ -86,7 +87,8 @@ def prepare_preference(
         return _prepared_stream(dataset, maker, report), report
     if not _counts_as_prepared(dataset, maker, report):
         dataset = _prepared_set(dataset, maker, report, args)
-    _raise_if_nothing_to_learn(report, maker)
+    if refuses:
+        _raise_if_nothing_to_learn(report, maker)
     _warn(report, set())
     logger.info("%s", report)
     return dataset, report

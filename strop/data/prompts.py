@@ -147,10 +147,16 @@ def _missing(row: Row, columns: Sequence[str], missing: Sequence[str]) -> str:
 
 
 def _ranked(row: Row) -> list[Any]:
-    """The row's completions, best first. Raises ValueError for fewer than two, and for scores that are equal."""
+    """The row's completions, best first. Raises ValueError for fewer than two, for steps, and for scores that are
+    equal."""
     completions = list(row["completions"])
     if len(completions) < 2:
         raise ValueError(f"it has {len(completions)} completions, but a ranking compares two or more. Drop the row")
+    if row.get("labels") is not None:
+        raise ValueError(
+            "it has labels, so its completions are the steps of one solution and no ranking. Train a process reward "
+            "model on it (PRMTrainer, `strop prm`), or remove the column"
+        )
     given = [name for name in ("scores", "ranks") if row.get(name) is not None]
     if len(given) == 2:
         raise ValueError("it has scores and ranks, which may contradict each other; leave one of the columns out")

@@ -157,6 +157,22 @@ def test_inspect_shows_what_a_method_reads(command, rows, shown, here, capsys, t
         assert f"shown as `strop {command}` reads them" in without.err
 
 
+def test_rows_that_training_would_refuse_are_shown_with_the_reason(here, capsys, tiny_folder):
+    write(here / "rows.jsonl", [{**PAIRS[0], "rejected": PAIRS[0]["chosen"]}] * 2)
+    assert inspect.main(["--model", str(tiny_folder), "--data", "rows.jsonl", "--n", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "! the answers have the same tokens, so there is nothing to prefer" in printed
+    assert "2 with equal completions" in printed
+
+
+@pytest.mark.parametrize(("command", "rows"), [("dpo", PAIRS), ("kto", LABELLED), ("prm", STEPS)])
+def test_inspect_counts_the_rows_of_a_stream_that_it_shows(command, rows, here, capsys, tiny_folder):
+    write(here / "rows.jsonl", rows)
+    words = ["--model", str(tiny_folder), "--data", "rows.jsonl", "--n", "1", "--dataset_streaming"]
+    assert inspect.main([command, *words]) == 0
+    assert "train: 1 rows in, 1 out" in capsys.readouterr().out
+
+
 def test_a_command_about_no_method_names_the_nearest():
     with pytest.raises(ValueError, match=r"there is no training command 'rewrad'\. Did you mean 'reward'"):
         inspect.main(["rewrad", "--model", "m"])

@@ -131,6 +131,7 @@ class TestDialects:
             ({"completions": ["a", "b"], "scores": [1]}, "each of its 2 completions needs a number"),
             ({"completions": ["a", "b"], "scores": [1, float("nan")]}, "needs a number"),
             ({"completions": ["a", "b"], "scores": [1, 2], "ranks": [2, 1]}, "scores and ranks"),
+            ({"completions": ["a", "b"], "labels": [True, False]}, "the steps of one solution and no ranking"),
         ],
     )
     def test_rankings_without_an_order_are_refused(self, more, why):
