@@ -81,7 +81,7 @@ def by_generate(model, prompts: Prompts) -> int:
 
 def by_continuous_batching(model, prompts: Prompts) -> int:
     config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=MOST_TOKENS, eos_token_id=-1, pad_token_id=0)
-    settings = ContinuousBatchingConfig(return_logprobs=True, use_async_batching=False)
+    settings = ContinuousBatchingConfig(return_logprobs=True, use_async_batching=False, max_memory_percent=0.1)
     tokens = 0
     manager = model.continuous_batching_context_manager(
         generation_config=config, continuous_batching_config=settings, block=True, timeout=5, warmup=False

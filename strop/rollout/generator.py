@@ -79,10 +79,10 @@ class InProcessGenerator:
         return [row.completion(sampling) for row in written]
 
     def _run_stream(self, rows: list[Row], sampling: Sampling, stopping: Stopping) -> None:
-        base = base_model(self.model)
-        with strop_attention(base):
-            Stream(base, rows, sampling, stopping, self._max_rows()).run(lockstep=is_sharded(self.model))
-            if rows and not self._checked:
+        lockstep = is_sharded(self.model)
+        with strop_attention(base_model(self.model)):
+            Stream(without_replicas(self.model), rows, sampling, stopping, self._max_rows()).run(lockstep)
+            if rows and not self._checked and not lockstep:  # a verdict of one rank would part it from the others
                 self._check(rows, sampling)
 
     def _check(self, rows: list[Row], sampling: Sampling) -> None:
@@ -117,6 +117,17 @@ def serving_obstacle(model: nn.Module) -> str | None:
     if getattr(base.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):  # type: ignore[union-attr, operator]
         return f"{type(base).__name__} shares keys and values between layers"
     return None
+
+
+def without_replicas(model: nn.Module) -> nn.Module:
+    """`model` out of the wrappers that would wait for other ranks, or compile, at each forward pass."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -7,10 +7,9 @@ end; waiting ones enter, those expected to write most first. The head sees the l
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
-from strop.models.forward import forward, stand_in
+from strop.models.forward import base_model, forward, stand_in
 from strop.models.head import is_plain_linear
 from strop.models.logps import PROBE, logit_transform, output_embedding, verify_transform
 from strop.models.segments import Segments
@@ -26,22 +25,17 @@ ENTRANCE = 8
 
 
 class Stream:
-    """Writes `rows` to their ends, `max_rows` at a time.
+    """Writes `rows` to their ends, `max_rows` at a time."""
 
-    `lockstep`: all ranks make the same number of forward passes, as sharded weights need.
-    """
-
-    def __init__(
-        self, base: PreTrainedModel, rows: Sequence[Row], sampling: Sampling, stopping: Stopping, max_rows: int
-    ):
-        self.base, self.sampling, self.stopping, self.max_rows = base, sampling, stopping, max_rows
+    def __init__(self, model: nn.Module, rows: Sequence[Row], sampling: Sampling, stopping: Stopping, max_rows: int):
+        self.sampling, self.stopping, self.max_rows = sampling, stopping, max_rows
         self.waiting = list(rows)
         self.cache = Cache()
-        self.device = base.get_input_embeddings().weight.device
-        self.head = Head(base, sampling.temperature or 1.0)
+        self.device = base_model(model).get_input_embeddings().weight.device  # type: ignore[operator, union-attr]
+        self.head = Head(model, sampling.temperature or 1.0)
 
     def run(self, lockstep: bool = False) -> None:
-        """Write all rows."""
+        """Write all rows. `lockstep`: all ranks make the same number of forward passes, as sharded weights need."""
         while self._goes_on(lockstep):
             self._step(self._entering(), idle=lockstep)
 
@@ -134,11 +128,11 @@ class Stream:
 class Head:
     """Logits at some positions of a stream, divided by a temperature, in one buffer that is used again."""
 
-    def __init__(self, base: PreTrainedModel, temperature: float):
-        self.base = base
-        self.module = output_embedding(base)
+    def __init__(self, model: nn.Module, temperature: float):
+        self.model, self.base = model, base_model(model)
+        self.module = output_embedding(self.base)
         self.call = self.module.forward
-        self.transform = logit_transform(base, temperature)
+        self.transform = logit_transform(self.base, temperature)
         self.buffer = torch.empty(0, 0)
         self.wanted: Tensor | None = None
         self.results: list[Tensor] = []
@@ -151,7 +145,7 @@ class Head:
         self.results.clear()
         self.wanted = None if wanted is None else torch.tensor(wanted)
         with stand_in(self.module, self._stand_in):
-            output = forward(self.base, batch)
+            output = forward(self.model, batch)
         if len(self.results) != 1:
             raise ValueError(
                 f"{type(self.base).__name__} called its output embedding {len(self.results)} times in one forward "

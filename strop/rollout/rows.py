@@ -20,6 +20,7 @@ class Prefix:
     """A prompt that rows continue, and what has become of it."""
 
     token_ids: tuple[int, ...]
+    num_rows: int = 0
     waiting: int = 0
     """Rows that have not begun to continue it."""
     lengths: list[int] = field(default_factory=list)
@@ -29,6 +30,12 @@ class Prefix:
     values: list[Tensor] = field(default_factory=list)
     logits: Tensor | None = None
     """(V,) of the token after it, while rows wait for it."""
+
+    def end(self, num_tokens: int) -> None:
+        """A row has ended; after the last one, keys and values are let go."""
+        self.lengths.append(num_tokens)
+        if len(self.lengths) == self.num_rows:
+            self.keys, self.values = [], []
 
 
 @dataclass(eq=False)
@@ -79,6 +86,7 @@ def waiting_rows(
             )
         ids = tuple(prompt)
         prefix = prefixes.setdefault(ids, Prefix(ids))
+        prefix.num_rows += 1
         prefix.waiting += 1
         rows.append(Row(index, number, prefix, limit))
     return rows
@@ -125,7 +133,7 @@ class Stopping:
             row.sampled_logps.append(sampled_logp)
             row.finish_reason = self.reason(row.token_ids, row.max_tokens)
             if row.finish_reason is not None:
-                row.prefix.lengths.append(len(row.token_ids))
+                row.prefix.end(len(row.token_ids))
                 done.add(place)
         return done
 

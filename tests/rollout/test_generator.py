@@ -157,6 +157,21 @@ def test_a_prompt_is_read_once_and_the_head_sees_last_positions_only(monkeypatch
     assert states == [2, 3, 2, 1]
 
 
+def test_keys_and_values_are_let_go_with_the_last_row(monkeypatch):
+    kept = []
+    leave = Cache.leave
+    rows = []
+
+    def watch(self, done):
+        rows.extend(row for row in self.rows if row not in rows)
+        leave(self, done)
+        kept.append(sum(bool(prefix.keys) for prefix in {row.prefix for row in rows}))
+
+    monkeypatch.setattr(Cache, "leave", watch)
+    InProcessGenerator(llama()).generate([[5], [5], [6]], Sampling(max_tokens=4), max_tokens=[1, 3, 2])
+    assert kept == [2, 1, 0]
+
+
 def test_those_expected_to_write_most_enter_first(monkeypatch):
     entered = []
     enter = Cache.enter
