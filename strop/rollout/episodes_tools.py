@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from strop.data.chat import ChatTemplate, Conversation
 from strop.data.formats import Message
 from strop.data.turns import ALPHA, BETA, assistant_spans
 from strop.rollout.encode import Encoder
 from strop.rollout.environments import Environments
+from strop.rollout.generator import is_sharded
 from strop.rollout.parsing import NAMELESS, Syntax, ToolCall, assistant_calling, read, syntax_of
 from strop.rollout.tools import Tool, Toolbox, ToolResult, ToolRunner
 from strop.rollout.types import Completion, FinishReason, Generator, Rollout, Sampling
@@ -232,7 +235,7 @@ class ToolEpisodes:
         sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *sorted(self.marker_ids)))
         episodes = self._begin(rows, numbers)
         speaking, turn = episodes, 0
-        while speaking:
+        while self._goes_on(speaking):
             completions = self.generator.generate(
                 [episode.token_ids for episode in speaking],
                 sampling,
@@ -262,7 +265,7 @@ class ToolEpisodes:
             else:
                 toolbox = common if environment is None else Toolbox([*self.tools, *environment.tools])
                 seen = self._seen(row, toolbox, None if environment is None else environment.observation)
-                ids = self.encoder.prompt_ids(seen)
+                ids = self._prompt_ids(seen)
             begun.append(
                 Episode(
                     seen,
@@ -290,6 +293,26 @@ class ToolEpisodes:
                 "that nobody runs. Drop the column"
             )
         return {**row, "prompt": _observed(list(prompt), observation), "tools": toolbox.schemas}
+
+    def _prompt_ids(self, seen: dict[str, Any]) -> list[int]:
+        """The prompt in tokens. Raises ValueError for one that would lose the tools at its start."""
+        ids, limit = self.encoder.whole_prompt_ids(seen), self.encoder.max_prompt_length
+        if limit is not None and len(ids) > limit:
+            raise ValueError(
+                f"the prompt {str(seen['prompt'])[:80]!r} has {len(ids)} tokens with its tools, more than "
+                f"max_prompt_length={limit}: cut, the model would not know what it may call. Raise the limit, or drop "
+                "the row"
+            )
+        return ids
+
+    def _goes_on(self, speaking: Sequence[Episode]) -> bool:
+        """Whether somebody speaks: on any rank, where all ranks must generate together."""
+        model = getattr(self.generator, "model", None)
+        if model is None or not is_sharded(model):
+            return bool(speaking)
+        count = torch.tensor(len(speaking), device=next(model.parameters()).device)
+        torch.distributed.all_reduce(count)
+        return bool(count)
 
     def _hear(self, episode: Episode, completion: Completion) -> None:
         """Take down what the model wrote, and what it calls; calls cut short by the limit are text."""

@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -346,6 +347,24 @@ def test_the_model_is_told_of_its_tools(play, tokenizer):
     assert rollout.rewards == {}
 
 
+def test_a_prompt_that_would_lose_its_tools_is_refused(scripted, tokenizer):
+    episodes = ToolEpisodes(scripted(tokenizer, {}), Encoder(tokenizer, max_prompt_length=50), TOOLS)
+    with pytest.raises(ValueError, match=r"tokens with its tools, more than max_prompt_length=50"):
+        episodes.roll_out([ROW], [0], Sampling())
+
+
 def test_negative_limits_are_refused(scripted, tokenizer):
     with pytest.raises(ValueError, match="max_tool_calling_iterations=-1"):
         ToolEpisodes(scripted(tokenizer, {}), Encoder(tokenizer), TOOLS, max_turns=-1)
+
+
+def test_ranks_with_parts_of_a_model_generate_together(scripted, tokenizer, monkeypatch):
+    """A rank whose rows are done still takes part in the turns of others."""
+    others = iter([1, 1, 0])
+    generator = scripted(tokenizer, {0: ["12<|im_end|>"]})
+    generator.model = torch.nn.Linear(1, 1)
+    monkeypatch.setattr("strop.rollout.episodes_tools.is_sharded", lambda model: model is generator.model)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda count: count.add_(next(others)))
+    (rollout,) = ToolEpisodes(generator, Encoder(tokenizer), TOOLS).roll_out([ROW], [0], Sampling())
+    assert [len(asked) for asked in generator.asked] == [1, 0]
+    assert rollout.completion == [{"role": "assistant", "content": "12"}]
