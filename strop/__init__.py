@@ -19,6 +19,8 @@ EXPORTS = {
     "strop.trainer.cpo": ("CPOConfig", "CPOTrainer", "SimPOConfig", "SimPOTrainer"),
     "strop.trainer.orpo": ("ORPOConfig", "ORPOTrainer"),
     "strop.trainer.tpo": ("TPOConfig", "TPOTrainer"),
+    "strop.trainer.grpo": ("GRPOConfig", "GRPOTrainer"),
+    "strop.trainer.rloo": ("RLOOConfig", "RLOOTrainer"),
     "strop.models.model_config": ("ModelConfig", "get_kbit_device_map", "get_peft_config", "get_quantization_config"),
     "strop.data.pack": ("pack_dataset",),
     "strop.data.chat": ("apply_chat_template", "maybe_apply_chat_template"),
@@ -51,6 +53,8 @@ __all__ = [
     "DPOConfig",
     "DPOTrainer",
     "DatasetMixtureConfig",
+    "GRPOConfig",
+    "GRPOTrainer",
     "KTOConfig",
     "KTOTrainer",
     "LogCompletionsCallback",
@@ -59,6 +63,8 @@ __all__ = [
     "ORPOTrainer",
     "PRMConfig",
     "PRMTrainer",
+    "RLOOConfig",
+    "RLOOTrainer",
     "RewardConfig",
     "RewardTrainer",
     "RichProgressCallback",
@@ -112,10 +118,12 @@ if TYPE_CHECKING:
     from strop.trainer.config import SFTConfig
     from strop.trainer.cpo import CPOConfig, CPOTrainer, SimPOConfig, SimPOTrainer
     from strop.trainer.dpo import DPOConfig, DPOTrainer
+    from strop.trainer.grpo import GRPOConfig, GRPOTrainer
     from strop.trainer.kto import KTOConfig, KTOTrainer
     from strop.trainer.orpo import ORPOConfig, ORPOTrainer
     from strop.trainer.prm import PRMConfig, PRMTrainer
     from strop.trainer.reward import RewardConfig, RewardTrainer
+    from strop.trainer.rloo import RLOOConfig, RLOOTrainer
     from strop.trainer.sft import SFTTrainer
     from strop.trainer.tpo import TPOConfig, TPOTrainer
 

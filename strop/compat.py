@@ -115,6 +115,37 @@ LABELLED = REFERENCE_FREE | {
     "use_liger_loss": Removed("log-probabilities are computed tile by tile, always"),
 }
 
+ON_POLICY = {
+    "max_new_tokens": Renamed("max_completion_length"),
+    "use_transformers_paged": Renamed("use_transformers_continuous_batching"),
+    "wandb_log_unique_prompts": Renamed("log_unique_prompts"),
+    "vllm_guided_decoding_regex": Renamed("vllm_structured_outputs_regex"),
+    "vllm_device": Removed("vLLM would run on the devices that train"),
+    "vllm_dtype": Removed("vLLM would run in the dtype of the model"),
+    "vllm_max_model_len": Renamed("vllm_max_model_length"),
+    "use_liger_loss": Removed("log-probabilities are computed tile by tile, always"),
+}
+
+GRPO = ON_POLICY | {
+    "vllm_importance_sampling_cap": Renamed("vllm_importance_sampling_clip_max"),
+    "reward_scaling": Renamed("scale_rewards"),
+}
+
+RLOO = ON_POLICY | {
+    "rloo_k": Renamed("num_generations"),
+    "cliprange": Renamed("epsilon"),
+    "kl_coef": Renamed("beta"),
+    "num_ppo_epochs": Renamed("num_iterations"),
+    "num_mini_batches": Renamed("steps_per_generation"),
+    "response_length": Renamed("max_completion_length"),
+    "normalize_reward": Removed("normalize_advantages=True normalises what is left after the baseline"),
+    "total_episodes": Removed("set max_steps, or num_train_epochs"),
+    "token_level_kl": Removed("log pi/ref of whole completions is subtracted from their rewards"),
+    "local_rollout_forward_batch_size": Removed("per_device_train_batch_size is used"),
+    "stop_token": Removed("every end-of-sequence token of the model and the tokenizer ends a completion"),
+    "stop_token_id": Removed('use generation_kwargs={"stop_token_ids": [...]}'),
+}
+
 TRAINER = {"tokenizer": Renamed("processing_class")}
 
 SFT_TRAINER = {
@@ -162,6 +193,14 @@ REWARD_TRAINER = {
     "model_init": Removed("pass the model, or its name with model_init_kwargs"),
 }
 
+ON_POLICY_TRAINER = {
+    "reward_model": Removed("pass it as reward_funcs"),
+    "ref_policy": Removed("the reference is the model as it is now, kept where beta isn't 0"),
+    "policy": Renamed("model"),
+    "config": Renamed("args"),
+    "data_collator": Removed("rollouts are put into batches by the trainer itself"),
+}
+
 LABELLED_TRAINER = {
     name: entry
     for name, entry in (REFERENCE_FREE_TRAINER | LABELLED).items()
@@ -186,7 +225,10 @@ OLD_NAMES: dict[str, dict[str, Renamed | Moved | Removed]] = {
     "DPOTrainer": TRAINER | DPO_TRAINER,
     "RewardConfig": TRAINING | REWARD,
     "RewardTrainer": TRAINER | REWARD_TRAINER,
+    "GRPOConfig": TRAINING | GRPO,
+    "RLOOConfig": TRAINING | RLOO,
     "PRMConfig": TRAINING | REWARD,
+    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), TRAINER | ON_POLICY_TRAINER),
     "PRMTrainer": TRAINER | REWARD_TRAINER,
     **dict.fromkeys(("CPOConfig", "SimPOConfig", "ORPOConfig", "TPOConfig"), TRAINING | REFERENCE_FREE),
     **dict.fromkeys(("CPOTrainer", "SimPOTrainer", "ORPOTrainer", "TPOTrainer"), TRAINER | REFERENCE_FREE_TRAINER),

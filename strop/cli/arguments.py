@@ -46,6 +46,38 @@ class ReferenceModelArguments:
 
 
 @dataclass
+class RewardFunctionArguments:
+    """What completions are worth."""
+
+    reward_funcs: list[str] | None = None
+    """Reward functions by name: accuracy, reasoning_accuracy, think_format, one with options like
+    "cosine_scaled(max_len=256)", the import path of one of yours (my_rewards.short), or a reward model."""
+
+    reward_model_name_or_path: str | None = None
+    """Reward model whose scores are a reward too: a hub id or a folder."""
+
+    @property
+    def names(self) -> list[str]:
+        model = self.reward_model_name_or_path
+        return [*(self.reward_funcs or []), *([model] if model else [])]
+
+    def check(self) -> None:
+        """Raise ValueError where no reward is named, or a name that there isn't."""
+        from strop.rewards.resolve import CHOICES, resolve_reward
+
+        if not self.names:
+            raise ValueError(f"there is nothing to learn without a reward; name one with --reward_funcs: {CHOICES}.")
+        for name in self.reward_funcs or []:
+            if "/" not in name:
+                resolve_reward(name)
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        from strop.rewards.resolve import resolve_reward
+
+        return {"reward_funcs": [resolve_reward(name) for name in self.names]}
+
+
+@dataclass
 class LaunchArguments:
     """How many processes run, and on what. With any of these `accelerate launch` starts the command."""
 

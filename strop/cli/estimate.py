@@ -53,6 +53,8 @@ def estimate_run(what: EstimateArguments, method: Method, model_args: Any, args:
 
     if not model_args.model_name_or_path:
         raise ValueError("there is no model to estimate; name one with --model_name_or_path (a hub id or a folder).")
+    if method.rows == "prompts":
+        raise ValueError("the memory of training on rollouts can't be estimated yet; try a run with --max_steps 2.")
     if args.max_length is None:
         raise ValueError("max_length is None, so rows have no longest length to estimate with; set --max_length.")
     config, dtype = shape_of(model_args.model_name_or_path, model_args, args)

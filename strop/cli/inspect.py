@@ -128,6 +128,11 @@ def explained_rows(how: InspectArguments, method: Method, raw: Any, *instances: 
     model_args, args = instances[2], instances[-1]
     args.model_init_kwargs = init_kwargs(model_args, args.model_init_kwargs)
     tokenizer = ready_tokenizer(None, model_args.model_name_or_path, args)
+    if method.rows == "prompts":
+        raise ValueError(
+            "these rows are prompts, which the model answers while it trains: there are no answers to explain. Every "
+            "rollout of a run is in the folder rollouts of its output folder."
+        )
     if method.rows == "texts":
         return *texts(how, raw, tokenizer, args), tokenizer.name_or_path
     return *answers(how, raw, tokenizer, args, format_of(method, args, raw)), tokenizer.name_or_path

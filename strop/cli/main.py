@@ -17,6 +17,8 @@ TRAINING = {
     "simpo": "SimPO: pairs compared by their average log-probability and a margin",
     "orpo": "fine-tuning and odds ratio preference in one, without a reference model",
     "tpo": "pairs with a gold completion that is learnt from as well",
+    "grpo": "group-relative policy optimisation: completions of a prompt, scored and compared",
+    "rloo": "REINFORCE leave-one-out: completions of a prompt against the mean of the others",
     "reward": "a reward model from pairs, or from ranked completions",
     "prm": "a process reward model from solutions whose steps are judged",
 }

@@ -10,7 +10,13 @@ from typing import Any
 
 from strop.cli import launch
 from strop.cli.args import Options, dump
-from strop.cli.arguments import CommandArguments, LaunchArguments, ReferenceModelArguments, ScriptArguments
+from strop.cli.arguments import (
+    CommandArguments,
+    LaunchArguments,
+    ReferenceModelArguments,
+    RewardFunctionArguments,
+    ScriptArguments,
+)
 from strop.cli.yaml_config import Setting, apply_environment, read_config
 from strop.compat import suggestion
 
@@ -28,7 +34,8 @@ class Method:
     own: tuple[type, ...] = ()
     """Options of its own. Each class has `trainer_arguments()`: what they are to the trainer's constructor."""
     rows: str = "strop.data.preference:PAIRS"
-    """Where the format of its rows is, or what tells it from config and rows; "texts" and "steps" have none."""
+    """Where the format of its rows is, or what tells it from config and rows; there is none for "texts", "steps" and
+    "prompts"."""
     task: str = "CAUSAL_LM"
     """What the model does, in peft's words."""
 
@@ -50,6 +57,8 @@ METHODS = {
     "simpo": _method("simpo", "SimPO", "strop.trainer.cpo"),
     "orpo": _method("orpo", "ORPO", "strop.trainer.orpo"),
     "tpo": _method("tpo", "TPO", "strop.trainer.tpo", rows="strop.data.preference:TRIPLES"),
+    "grpo": _method("grpo", "GRPO", "strop.trainer.grpo", RewardFunctionArguments, rows="prompts"),
+    "rloo": _method("rloo", "RLOO", "strop.trainer.rloo", RewardFunctionArguments, rows="prompts"),
     "reward": _method(
         "reward", "Reward", "strop.trainer.reward", rows="strop.trainer.reward:format_of", task="SEQ_CLS"
     ),
@@ -139,7 +148,7 @@ def show_launch(words: list[str]) -> int:
 
 def check(settings: Mapping[str, Setting], script: Any, mixture: Any, model_args: Any, *more: Any) -> None:
     """Refuse, before anything is loaded, a command without model or rows, or with rows that nobody reads."""
-    args = more[-1]
+    *own, args = more
     if not model_args.model_name_or_path:
         raise ValueError("there is no model to train; name one with --model_name_or_path (a hub id or a folder).")
     if mixture.datasets and script.dataset_name:
@@ -152,6 +161,9 @@ def check(settings: Mapping[str, Setting], script: Any, mixture: Any, model_args
             "there are no rows to train on; name them with --dataset_name (a hub id, a folder or a file), or list "
             "`datasets:` in the config file."
         )
+    for part in own:
+        if isinstance(part, RewardFunctionArguments):
+            part.check()
     if "dataset_test_split" in settings and not evaluates(args):
         raise ValueError(
             f"dataset_test_split={script.dataset_test_split!r} has no effect without evaluation; set "
@@ -186,7 +198,7 @@ def imported(path: str) -> Any:
 
 
 def format_of(method: Method, args: Any, rows: Any = None) -> Any:
-    """The format of the rows that the method reads with these settings; None for texts and steps."""
+    """The format of the rows that the method reads with these settings; None for texts, steps and prompts."""
     if ":" not in method.rows:
         return None
     found = imported(method.rows)

@@ -33,7 +33,7 @@ NOT_THE_FUNCTION = frozenset(
 
 
 class Reference(Protocol):
-    """Log-probabilities of a batch's targets, (B, T), without a graph."""
+    """Log-probabilities of a batch's targets, (B, T), without a graph, at the batch's `temperature` if it has one."""
 
     def logps(self, batch: Mapping[str, Any]) -> Tensor: ...
 
@@ -51,7 +51,7 @@ class FrozenModel:
 
     @torch.no_grad()
     def logps(self, batch: Mapping[str, Any]) -> Tensor:
-        return logps(self.model, batch).logps
+        return _logps(self.model, batch)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All that its log-probabilities depend on, by name."""
@@ -69,7 +69,7 @@ class AdapterOff:
         frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
         try:
             with evaluating(self.model), self.model.disable_adapter():
-                return logps(self.model, batch).logps
+                return _logps(self.model, batch)
         finally:
             for parameter in frozen:  # peft unfreezes whole adapters when it switches them on
                 parameter.requires_grad_(False)
@@ -93,7 +93,7 @@ class FrozenWeights:
     @torch.no_grad()
     def logps(self, batch: Mapping[str, Any]) -> Tensor:
         with evaluating(self.model), weights_replaced(self.model, self.weights):
-            return logps(self.model, batch).logps
+            return _logps(self.model, batch)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         with weights_replaced(self.model, self.weights):
@@ -109,7 +109,7 @@ class ModelNow:
     @torch.no_grad()
     def logps(self, batch: Mapping[str, Any]) -> Tensor:
         with evaluating(self.model):
-            return logps(self.model, batch).logps
+            return _logps(self.model, batch)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.state_dict().items()
@@ -128,6 +128,10 @@ class Precomputed:
 
 
 Computed = FrozenModel | AdapterOff | FrozenWeights | ModelNow
+
+
+def _logps(model: Module, batch: Mapping[str, Any]) -> Tensor:
+    return logps(model, batch, temperature=batch.get("temperature", 1.0)).logps
 
 
 def reference_for(

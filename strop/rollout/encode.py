@@ -1,5 +1,6 @@
 """Rows to the tokens of a prompt, and what a model wrote to the words that rewards read."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,6 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from strop.data.chat import ChatTemplate, open_prompt
 from strop.data.formats import messages_of, refuse_images
 from strop.rewards.texts import Words
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Encoder:
     template_options: dict[str, Any] = field(default_factory=dict)
     """Arguments for the chat template; a row's own `chat_template_kwargs` come on top."""
     max_prompt_length: int | None = None
+    overlong: str = "truncate"
+    """What becomes of longer prompts: "truncate" keeps their end, "drop" (by `fitting`), "error"."""
     keep_special_tokens: bool = False
     """Show rewards special tokens as well."""
 
@@ -34,7 +39,35 @@ class Encoder:
     def prompt_ids(self, row: dict[str, Any]) -> list[int]:
         """The row's prompt in tokens, of which the last `max_prompt_length` are kept."""
         ids = self.whole_prompt_ids(row)
-        return ids if self.max_prompt_length is None else ids[-self.max_prompt_length :]
+        if self.max_prompt_length is None or len(ids) <= self.max_prompt_length:
+            return ids
+        if self.overlong == "error":
+            raise ValueError(
+                f"the prompt {str(row['prompt'])[:80]!r} has {len(ids)} tokens, more than max_prompt_length="
+                f'{self.max_prompt_length}. Raise it, or set overlong="truncate" or "drop"'
+            )
+        return ids[-self.max_prompt_length :]
+
+    def fitting(self, rows: Any, name: str) -> Any:
+        """`rows`, a data set or a stream, without those whose prompts are dropped. Raises ValueError where none is
+        left, and, of a data set, for prompts that are too long with `overlong="error"`."""
+        if self.max_prompt_length is None or self.overlong == "truncate":
+            return rows
+        if self.overlong == "error":
+            for row in rows if hasattr(rows, "__len__") else ():
+                self.prompt_ids(row)
+            return rows
+        limit = self.max_prompt_length
+        kept = rows.filter(lambda row: len(self.whole_prompt_ids(row)) <= limit)
+        if hasattr(rows, "__len__"):
+            if not len(kept):
+                raise ValueError(f"every prompt of the {name} data set is longer than max_prompt_length={limit}")
+            if len(kept) < len(rows):
+                logger.warning(
+                    "%s: %d of %d prompts are longer than %d tokens and were dropped",
+                    name, len(rows) - len(kept), len(rows), limit,
+                )  # fmt: skip
+        return kept
 
     def whole_prompt_ids(self, row: dict[str, Any]) -> list[int]:
         """The row's prompt in tokens, however long."""

@@ -138,20 +138,26 @@ class Rollout:
     """What reward functions are told was answered: text for a text, the messages after the prompt for messages."""
     columns: dict[str, Any] = field(default_factory=dict)
     """What reward functions are given besides the row's columns, e.g. {"environments": environment}."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """What reward functions gave to `log_extra`, by column."""
+    old_logps: list[float] | None = None
+    """log p of each token under the policy that a ratio is taken to; None where that is the policy in training."""
+    ref_logps: list[float] | None = None
+    """log p of each token under the reference, if there is one."""
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     """(sum, weight) of what the episode measured, e.g. {"tools/call_frequency": (2, 1)}; added up over rollouts."""
 
     @classmethod
-    def single_turn(cls, row: dict[str, Any], prompt: Sequence[int], completion: Completion, **more: Any) -> "Rollout":
+    def single_turn(cls, row: dict[str, Any], prompt_ids: Sequence[int], written: Completion, **more: Any) -> "Rollout":
         """A rollout of one answer."""
-        before, after = len(prompt), len(completion.token_ids)
-        sampled = completion.sampled_logps
+        before, after = len(prompt_ids), len(written.token_ids)
+        sampled = written.sampled_logps
         return cls(
             row=row,
-            token_ids=[*prompt, *completion.token_ids],
+            token_ids=[*prompt_ids, *written.token_ids],
             completion_mask=[0] * before + [1] * after,
-            logps=[0.0] * before + completion.logps,
-            finish_reason=completion.finish_reason,
+            logps=[0.0] * before + written.logps,
+            finish_reason=written.finish_reason,
             sampled_logps=None if sampled is None else [0.0] * before + sampled,
             prompt_length=before,
             **more,

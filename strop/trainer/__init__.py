@@ -9,10 +9,12 @@ if TYPE_CHECKING:
     from strop.trainer.config import BaseConfig, SFTConfig
     from strop.trainer.cpo import CPOConfig, CPOTrainer, SimPOConfig, SimPOTrainer
     from strop.trainer.dpo import DPOConfig, DPOTrainer
+    from strop.trainer.grpo import GRPOConfig, GRPOTrainer
     from strop.trainer.kto import KTOConfig, KTOTrainer
     from strop.trainer.orpo import ORPOConfig, ORPOTrainer
     from strop.trainer.prm import PRMConfig, PRMTrainer
     from strop.trainer.reward import RewardConfig, RewardTrainer
+    from strop.trainer.rloo import RLOOConfig, RLOOTrainer
     from strop.trainer.sft import SFTTrainer
     from strop.trainer.tpo import TPOConfig, TPOTrainer
 
@@ -25,12 +27,16 @@ _MODULES = {
     "CPOTrainer": "strop.trainer.cpo",
     "DPOConfig": "strop.trainer.dpo",
     "DPOTrainer": "strop.trainer.dpo",
+    "GRPOConfig": "strop.trainer.grpo",
+    "GRPOTrainer": "strop.trainer.grpo",
     "KTOConfig": "strop.trainer.kto",
     "KTOTrainer": "strop.trainer.kto",
     "ORPOConfig": "strop.trainer.orpo",
     "ORPOTrainer": "strop.trainer.orpo",
     "PRMConfig": "strop.trainer.prm",
     "PRMTrainer": "strop.trainer.prm",
+    "RLOOConfig": "strop.trainer.rloo",
+    "RLOOTrainer": "strop.trainer.rloo",
     "RewardConfig": "strop.trainer.reward",
     "RewardTrainer": "strop.trainer.reward",
     "SFTConfig": "strop.trainer.config",
@@ -50,12 +56,16 @@ __all__ = [
     "CPOTrainer",
     "DPOConfig",
     "DPOTrainer",
+    "GRPOConfig",
+    "GRPOTrainer",
     "KTOConfig",
     "KTOTrainer",
     "ORPOConfig",
     "ORPOTrainer",
     "PRMConfig",
     "PRMTrainer",
+    "RLOOConfig",
+    "RLOOTrainer",
     "RewardConfig",
     "RewardTrainer",
     "SFTConfig",

@@ -2,7 +2,7 @@
 
 A metric is a pair (sum, weight). Pairs of micro-batches and ranks add up, and are divided once, when they are logged;
 so a logged value does not depend on how a step was cut. A metric nothing was added to is absent, never NaN.
-Of metrics called min_... and max_... the least and the greatest is kept, with a weight of 1.
+Of metrics called min_... or ..._min, max_... or ..._max the least or the greatest is kept, with a weight of 1.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,8 +50,9 @@ class WeightedSums:
 
 def _joined(name: str) -> Callable[[Tensor], Tensor]:
     """What makes one pair of several, (n, 2), of the metric `name`."""
-    start = name.rsplit("/", 1)[-1][:4]
-    return partial(torch.amin if start == "min_" else torch.amax if start == "max_" else torch.sum, dim=0)
+    words = name.rsplit("/", 1)[-1].split("_")
+    ends = {words[0], words[-1]}
+    return partial(torch.amin if "min" in ends else torch.amax if "max" in ends else torch.sum, dim=0)
 
 
 def means(sums: Mapping[str, list[float]]) -> dict[str, float]:

@@ -1,0 +1,283 @@
+"""Group-relative policy optimisation and its relatives: completions of a prompt compared with each other.
+
+rollouts  --rewards, ADVANTAGES-->  advantages  --POLICY_LOSSES-->  loss + beta KL - entropy_coef entropy
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+from torch.nn import Module
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+from strop.compat import accepts_old_names
+from strop.data.collate import Batch
+from strop.losses.advantages import ADVANTAGES, normalize_then_sum
+from strop.losses.corrections import (
+    entropy_threshold,
+    importance_correction,
+    off_policy_keep,
+    top_entropy_keep,
+)
+from strop.losses.penalties import EntropyController, kl_penalty
+from strop.losses.policy import Sampled
+from strop.losses.reduce import StepCounts, masked_sum
+from strop.models.forward import base_model
+from strop.models.logps import TokenScores, logps
+from strop.rollout.environments import Environments
+from strop.rollout.episodes import Episodes
+from strop.rollout.episodes_function import FunctionEpisodes
+from strop.rollout.episodes_tools import ToolEpisodes
+from strop.rollout.generator import InProcessGenerator
+from strop.rollout.rows import end_ids
+from strop.rollout.types import Generator, Rollout
+
+from . import checks
+from .grpo_config import GRPOConfig
+from .meter import Metrics, WeightedSums, means
+from .on_policy import OnPolicyTrainer
+from .ratios import ratio_metrics, sampling_metrics
+
+__all__ = ["GRPOConfig", "GRPOTrainer"]
+
+
+@accepts_old_names
+class GRPOTrainer(OnPolicyTrainer):
+    """Trains a policy on its own completions, each compared with the others to the same prompt.
+
+    `reward_funcs` is one or several of: callables `f(prompts=..., completions=..., completion_ids=..., **columns)` that
+    return a number for each completion or None where they don't apply, names (`strop.rewards.resolve`), reward models.
+    Rows have a `prompt`, a text or messages.
+
+    Metrics: `reward`, `reward_std`, `rewards/<name>/mean` and `/std`, `frac_reward_zero_std` (share of groups of equal
+    rewards), `completions/...` (lengths in tokens, `clipped_ratio`), `entropy` (nats a token), `kl` where beta isn't 0,
+    `clip_ratio/...` or `cispo_clip_ratio` (shares of tokens, or of rows where these have one ratio), `step_time`
+    (seconds), `num_tokens` of prompts and completions.
+    """
+
+    config_class = GRPOConfig
+    method = "GRPO"
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: Any = None,
+        args: GRPOConfig | TrainingArguments | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Any = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Sequence[Callable] | None = None,
+        rollout_func: Callable | None = None,
+        environment_factory: Any = None,
+        generator: Generator | None = None,
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
+    ):
+        self._played_by = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            generator=generator,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+        )
+        self.policy_loss = self.args.policy_loss
+        self.loss_options = self.args.loss_options
+        self._check_sampler()
+
+    def make_episodes(self) -> Episodes:
+        """Single answers; conversations with `tools` and environments; or what `rollout_func` plays."""
+        given = {name: value for name, value in self._played_by.items() if value}
+        if "rollout_func" in given:
+            if len(given) > 1:
+                raise ValueError(f"{' and '.join(given)} are given, but a rollout_func plays whole episodes; keep one.")
+            ends = end_ids(self.model, self.processing_class)
+            return FunctionEpisodes(given["rollout_func"], self, self.encoder, ends)
+        if not given:
+            checks.no_effect(self.args, {"max_tool_calling_iterations": None}, "no tools and no environment")
+            return super().make_episodes()
+        environments = given.get("environment_factory")
+        return ToolEpisodes(
+            self.generator,
+            self.encoder,
+            given.get("tools", ()),
+            Environments(environments) if environments else None,
+            max_turns=self.args.max_tool_calling_iterations,
+            context_size=getattr(base_model(self.model).config.get_text_config(), "max_position_embeddings", None),
+        )
+
+    @property
+    def samples_itself(self) -> bool:
+        """Whether the model in training writes the completions, whose log-probabilities are then its own."""
+        return isinstance(self.generator, InProcessGenerator) and not self._played_by["rollout_func"]
+
+    def _check_sampler(self) -> None:
+        if self.samples_itself:
+            options = [f for f in fields(GRPOConfig) if f.name.startswith("vllm_importance_sampling_")]
+            checks.no_effect(
+                self.args,
+                {f.name: f.default for f in options},
+                "generation by the model in training, whose log-probabilities need no correction",
+            )
+
+    # Advantages
+
+    def advantages(self, rollouts: Sequence[Rollout], group: int) -> Tensor:
+        rewards, weights = self.rewards_of(rollouts), self.reward_weights
+        if self.args.multi_objective_aggregation == "normalize_then_sum":
+            return normalize_then_sum(rewards, group, weights)
+        totals = self.totals(rollouts)
+        if self.args.kl_in_reward:
+            totals = totals - self.args.beta * self.reference_kl(rollouts)
+        name = self.args.advantage_type or self.args.scale_rewards
+        options = {"lengths": torch.tensor([float(r.length) for r in rollouts])} if name == "opo" else {}
+        return ADVANTAGES[name](totals, group, **options)
+
+    @property
+    def needs_old_logps(self) -> bool:
+        return super().needs_old_logps or self.args.kl_in_reward
+
+    # Before a step
+
+    @property
+    def corrects_sampler(self) -> bool:
+        return self.args.vllm_importance_sampling_correction and not self.samples_itself and not self.is_exact
+
+    def look_ahead(self, batches: list[Batch]) -> None:
+        self.settle_entropy()
+        threshold, tokens = None, None
+        if self.args.top_entropy_quantile < 1:
+            threshold, tokens = self._entropy_threshold(batches)
+        weight = self.controller.weight if self.args.use_adaptive_entropy else self.args.entropy_coef
+        for batch in batches:
+            batch |= {"entropy_threshold": threshold, "entropy_tokens": tokens, "entropy_weight": weight}
+        if self.has_bonus:
+            self._measure({"policy_loss": (0.0, 1.0), "entropy_coef": (self.controller.coef, 1.0)})
+
+    @property
+    def has_bonus(self) -> bool:
+        return bool(self.args.entropy_coef or self.args.use_adaptive_entropy)
+
+    def settle_entropy(self) -> None:
+        """Move the weight of the entropy by what the last step's was. All processes call it alike."""
+        mean = means(self.step_entropy.totals(self.accelerator.num_processes)).get("entropy")
+        self.step_entropy = WeightedSums()
+        if self.args.use_adaptive_entropy and mean is not None:
+            self.controller = self.controller.after(mean)
+
+    def _entropy_threshold(self, batches: list[Batch]) -> tuple[Tensor, int]:
+        """The entropy that the trained tokens of the whole step have at least, and how many they are."""
+        found = []
+        self.model_wrapped.train()
+        with torch.no_grad(), self.compute_loss_context_manager():
+            for batch in batches:
+                scores = logps(self.model_wrapped, batch, temperature=batch["temperature"], entropy=True)
+                found.append(scores.entropy[batch["completion_mask"].bool()].float().cpu())
+        every = torch.cat([part for several in gather_object([found]) for part in several])
+        threshold = entropy_threshold(every, torch.ones_like(every), self.args.top_entropy_quantile)
+        return threshold, int((every >= threshold).sum())
+
+    def rollout_state(self) -> dict[str, Any]:
+        return super().rollout_state() | {"entropy": asdict(self.controller)}
+
+    def load_rollout_state(self, state: dict[str, Any]) -> None:
+        super().load_rollout_state(state)
+        self.controller = EntropyController(**state["entropy"])
+
+    def _restart(self) -> None:
+        super()._restart()
+        args = self.args
+        bounds = args.entropy_coef_delta, args.entropy_coef_min, args.entropy_coef_max
+        self.controller = EntropyController(args.entropy_coef, args.entropy_target, *bounds)
+        self.step_entropy = WeightedSums()
+
+    def _save_checkpoint(self, model, trial):
+        self.settle_entropy()
+        super()._save_checkpoint(model, trial)
+
+    # Loss
+
+    def loss(self, model: Module, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:
+        mask = batch["completion_mask"]
+        scores = logps(model, batch, temperature=batch["temperature"], entropy=True)
+        sampled, sampling = self.sampled(scores, batch)
+        penalty, divergence = self.penalty(sampled, batch)
+        loss = self.policy_loss(sampled, counts, penalty, **self.loss_options)
+        entropy = {"entropy": (masked_sum(scores.entropy.detach(), mask), mask.sum())}
+        if not self._is_evaluating:
+            self.step_entropy.add(entropy)
+        bonus, shown = self.bonus(scores, batch, counts, loss)
+        balancing, balance = self.balancing(scores.aux_loss, batch, counts)
+        metrics = {**entropy, **divergence, **shown, **sampling, **balance}
+        return loss - bonus + balancing, metrics | ratio_metrics(self.policy_loss, sampled, self.loss_options)
+
+    def sampled(self, scores: TokenScores, batch: Batch) -> tuple[Sampled, Metrics]:
+        """What the loss reads, and how far from the sampler the policy was."""
+        args, mask = self.args, batch["completion_mask"]
+        old = batch.get("old_logps", scores.logps.detach())
+        correction, metrics = None, {}
+        if "sampling_logps" in batch:
+            bounds = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+            mode = args.vllm_importance_sampling_mode
+            correction = importance_correction(old, batch["sampling_logps"], mask, mode, *bounds)
+            metrics = sampling_metrics(old, batch["sampling_logps"], mask, correction)
+        keep = self.keep(scores, old, batch)
+        return Sampled(scores.logps, old, batch["advantages"], mask, keep, correction), metrics
+
+    def keep(self, scores: TokenScores, old: Tensor, batch: Batch) -> Tensor | None:
+        """1 on what isn't left out, (B, 1) or (B, T); None if nothing is."""
+        args, mask = self.args, batch["completion_mask"]
+        parts = []
+        if args.off_policy_mask_threshold is not None:
+            sampling = batch.get("sampling_logps", old)
+            parts.append(
+                off_policy_keep(scores.logps, sampling, batch["advantages"], mask, args.off_policy_mask_threshold)
+            )
+        if args.top_entropy_quantile < 1:
+            parts.append(top_entropy_keep(scores.entropy, mask, self._threshold(scores.entropy, batch)))
+        return None if not parts else parts[0] if len(parts) == 1 else parts[0] * parts[1]
+
+    def _threshold(self, entropy: Tensor, batch: Batch) -> Tensor:
+        """Of the whole step; in evaluation, of the batch."""
+        known = batch.get("entropy_threshold")
+        if known is None:
+            return entropy_threshold(entropy, batch["completion_mask"], self.args.top_entropy_quantile)
+        return known.to(entropy.device)
+
+    def penalty(self, sampled: Sampled, batch: Batch) -> tuple[Tensor | None, Metrics]:
+        """beta KL of each token, (B, T), and its metric."""
+        if "ref_logps" not in batch:
+            return None, {}
+        args, mask = self.args, sampled.mask
+        if args.kl_in_reward:
+            kl = sampled.old_logps - batch["ref_logps"]
+        else:
+            log_ratio = self.policy_loss.log_ratio(sampled) if args.use_bias_correction_kl else None
+            kl = kl_penalty(sampled.logps, batch["ref_logps"], mask, args.kl_estimator, log_ratio)
+        return None if args.kl_in_reward else args.beta * kl, {"kl": (masked_sum(kl.detach(), mask), mask.sum())}
+
+    def bonus(self, scores: TokenScores, batch: Batch, counts: StepCounts, loss: Tensor) -> tuple[Any, Metrics]:
+        """This batch's share of the weighted mean entropy of the trained tokens, and the loss without it."""
+        if not self.has_bonus or self._is_evaluating:
+            return 0.0, {}
+        mask, tokens = batch["completion_mask"], counts.tokens
+        if batch["entropy_tokens"] is not None:
+            mask = top_entropy_keep(scores.entropy, mask, self._threshold(scores.entropy, batch))
+            tokens = batch["entropy_tokens"]
+        share = masked_sum(scores.entropy, mask) / max(tokens, 1)
+        return batch["entropy_weight"] * share, {"policy_loss": (loss, 0.0)}

@@ -1,0 +1,525 @@
+"""Trainers on what the policy itself writes: prompts become rollouts, scores, advantages, and batches of a buffer.
+
+    rows --PromptSource--> a block's prompts --Episodes--> rollouts --RewardFunctions--> scores --advantages-->
+    experiences --RolloutBuffer--> micro-batches --loss--> gradient
+
+A block is made when the last one is used up, which transformers' `get_batch_samples` comes to ask once a step. All
+processes hold the whole block, so what is trained together depends on no number of processes.
+"""
+
+import json
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from strop.callbacks.sync_ref import SyncRefModelCallback
+from strop.data.collate import Batch
+from strop.data.prepare import as_dataset
+from strop.losses.advantages import weighted_sum
+from strop.losses.reduce import StepCounts
+from strop.models.logps import logps
+from strop.models.reference import Computed, fingerprint, reference_for
+from strop.models.verify import evaluating
+from strop.rewards.function import unique
+from strop.rewards.scoring import RewardFunctions
+from strop.rollout import measure, record
+from strop.rollout.buffer import Experience, RolloutBuffer
+from strop.rollout.collate import RolloutCollator
+from strop.rollout.encode import Encoder
+from strop.rollout.episodes import Episodes, SingleTurn
+from strop.rollout.generator import InProcessGenerator
+from strop.rollout.plan import BatchPlan
+from strop.rollout.sampler import PromptSource
+from strop.rollout.types import Generator, Rollout, Sampling
+
+from .base import BaseTrainer
+from .config import config_for
+from .layout import settle_layout
+from .meter import Metrics, means
+from .on_policy_config import OnPolicyConfig
+from .preference import disable_dropout, refuse_encoder_decoder
+from .referenced import SAMPLE, SameReference
+from .rounds import EvalRounds, Share, reward_functions
+from .setup import check_datasets, ready_model, ready_tokenizer, router_aux_loss_coef, show_logs
+
+logger = logging.getLogger(__name__)
+
+EXACT = 1e-5
+"""How far apart, in nats, log-probabilities of the generator and of a training forward may be to count as the same."""
+EVALUATION_SEED = 2**32
+"""Added to the seed for completions of evaluations, which are drawn alike each time."""
+STATE = "rollouts.json"
+"""File of a checkpoint with the block in training, and where the prompts are."""
+
+
+class OnPolicyTrainer(BaseTrainer):
+    """A `BaseTrainer` that trains on completions of its own; subclasses write `advantages` and `loss`.
+
+    Rows have a `prompt`, a text or messages, and what reward functions read. Every rollout is written to `rollouts/` in
+    the output folder.
+    """
+
+    config_class: ClassVar[type[OnPolicyConfig]]
+    method: ClassVar[str]
+    """Its name, in the default output folder's."""
+    eval_weight = "sequences"
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: Any,
+        args: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        processing_class: PreTrainedTokenizerBase | None,
+        reward_processing_classes: Any = None,
+        *,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        generator: Generator | None = None,
+        **options: Any,
+    ):
+        args = config_for(self.config_class, args, model, self.method)
+        show_logs(args)
+        check_datasets(train_dataset, eval_dataset, args)
+        tokenizer = ready_tokenizer(processing_class, model, args)
+        self.encoder = Encoder(
+            tokenizer,
+            args.chat_template_kwargs or {},
+            args.max_prompt_length,
+            args.overlong,
+            keep_special_tokens=not args.reward_skip_special_tokens,
+        )
+        train_dataset, eval_dataset = self._fitting(train_dataset, "train"), self._fitting(eval_dataset, "eval")
+        functions = reward_functions(reward_funcs, reward_processing_classes, args)
+        model = ready_model(model, args, tokenizer, quantization_config, peft_config)
+        refuse_encoder_decoder(model)
+        if args.disable_dropout:
+            disable_dropout(model)
+        layout = settle_layout(model, args.layout)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=list,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            **options,
+        )
+        self.aux_loss_coef = router_aux_loss_coef(model, args)
+        self.collator = RolloutCollator(tokenizer.pad_token_id, layout, args.pad_to_multiple_of or 1)
+        self.generator = generator or InProcessGenerator(model, tokenizer)
+        self.episodes = self.make_episodes()
+        self._set_rewards(functions)
+        self._is_evaluating = False
+        self.reference: Computed | None = self._settled_reference() if args.beta else None
+        self.is_exact: bool | None = None
+        """Whether the generator says what a training forward says; None until the first completions are compared."""
+        self._restart()
+
+    # What a run is made of
+
+    def make_episodes(self) -> Episodes:
+        """What turns rows into rollouts."""
+        return SingleTurn(self.generator, self.encoder)
+
+    def batch_plan(self) -> BatchPlan:
+        """Prompts, completions and optimizer steps of this run; print it."""
+        rows = self.train_dataset
+        return self.args.plan(self.accelerator.num_processes, len(rows) if hasattr(rows, "__len__") else None)
+
+    def _fitting(self, rows: Any, name: str) -> Any:
+        if rows is None:
+            return None
+        if isinstance(rows, dict):
+            return {key: self._fitting(part, f"{name}_{key}") for key, part in rows.items()}
+        return self.encoder.fitting(as_dataset(rows, name), name)
+
+    def _set_rewards(self, functions: list[Callable]) -> None:
+        own = list(self.episodes.own_rewards)
+        if not functions and not own:
+            raise ValueError(
+                "there is no reward, so there is nothing to learn; pass reward_funcs, e.g. reward_funcs=accuracy_reward"
+            )
+        weights = list(self.args.reward_weights or [1.0] * (len(functions) + len(own)))
+        if len(weights) != len(functions) + len(own):
+            raise ValueError(
+                f"reward_weights={weights} are {len(weights)}, but there are {len(functions)} reward functions"
+                + (f" and {len(own)} rewards of environments" if own else "")
+                + "; give one weight each."
+            )
+        self.rewards = None
+        if functions:
+            self.rewards = RewardFunctions(
+                functions,
+                weights[: len(functions)],
+                timeout=self.args.reward_timeout,
+                workers=self.args.reward_workers,
+            )
+        self.reward_names = unique([*(self.rewards.names if self.rewards else []), *own])
+        self.reward_weights = torch.tensor(weights, dtype=torch.float32)
+
+    def _settled_reference(self) -> Computed:
+        reference = reference_for(self.model, moving=self.args.sync_ref_model)
+        if self.args.sync_ref_model:
+            self.add_callback(SyncRefModelCallback(reference))
+        self.add_callback(SameReference(fingerprint(reference, SAMPLE)))
+        return reference
+
+    def _restart(self) -> None:
+        plan, args = self.batch_plan() if self.train_dataset is not None else None, self.args
+        self.source = PromptSource(self.train_dataset, args.shuffle_dataset, args.data_seed or args.seed)
+        self.buffer = RolloutBuffer(plan, args.seed)
+        self._to_print: list[record.Line] = []
+
+    # A block
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Counts micro-batches; their rows come from the buffer."""
+        if self.train_dataset is None:
+            raise ValueError("there is no train_dataset to train on; pass one to the constructor")
+        batches = self.batch_plan().batches_per_epoch
+        return DataLoader(range(batches or self.args.max_steps * self.args.gradient_accumulation_steps), batch_size=1)
+
+    def num_examples(self, dataloader: DataLoader) -> int:
+        rows = getattr(self, "train_dataset", None)
+        return len(rows) if hasattr(rows, "__len__") else len(dataloader)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        began, num_tokens = time.monotonic(), self.meter.num_tokens
+        self._tokens_written = 0
+        batches, counts = super().get_batch_samples(self._micro_batches(epoch_iterator), num_batches, device)
+        self.meter.num_tokens = num_tokens + self._tokens_written  # each rollout once, however often it is trained
+        self._measure({"step_time": (time.monotonic() - began, 1.0)})
+        return batches, counts
+
+    def _micro_batches(self, ticks: Iterator) -> Iterator[Batch]:
+        for _ in ticks:
+            if self.buffer.is_used_up:
+                self._make_block()
+            yield self.batch_of(self.buffer.next_batch(self.accelerator.process_index))
+
+    def batch_of(self, experiences: Sequence[Experience]) -> Batch:
+        return self.collator(experiences) | {"temperature": self.args.sampling.temperature}
+
+    def training_step(self, *args, **kwargs):
+        began = time.monotonic()
+        loss = super().training_step(*args, **kwargs)
+        self._measure({"step_time": (time.monotonic() - began, 0.0)})
+        return loss
+
+    def _measure(self, metrics: Metrics) -> None:
+        """Add what all processes know alike, once."""
+        if self.is_world_process_zero():
+            self.meter.window.add(metrics)
+
+    def _make_block(self) -> None:
+        """Generate, score, and fill the buffer."""
+        across = self.buffer.plan.full_blocks
+        rows = self.source.take(self.buffer.plan.prompts_per_block, across)
+        sampling, group = self.args.sampling, self.args.num_generations
+        rollouts = self._played(rows, group, sampling)
+        if self.args.dynamic_sampling_rounds:
+            rollouts = self._with_signal(rollouts, sampling)
+        self._finish(rollouts, group)
+        self.buffer.fill([self.experience(rollout) for rollout in rollouts], group)
+        metrics = measure.added([measure.length_metrics(rollouts), measure.episode_metrics(rollouts)])
+        self._measure(metrics | self.measured_rewards(rollouts, group))
+        self._tokens_written += sum(rollout.prompt_length + rollout.length for rollout in rollouts)
+        self._record(f"step-{self.state.global_step + 1:06d}-block-{self.buffer.number}", rollouts)
+
+    def _record(self, name: str, rollouts: Sequence[Rollout]) -> None:
+        if self.is_world_process_zero():
+            lines = record.lines_of(self.state.global_step + 1, rollouts)
+            record.write(self.args.output_dir, name, lines)
+            self._to_print += lines if self.args.log_completions else []
+
+    def _played(self, rows: Sequence[dict], group: int, sampling: Sampling) -> list[Rollout]:
+        """Scored rollouts of `rows`, `group` of each, of all processes: each process plays its share."""
+        first = self.buffer.num_rollouts
+        self.buffer.num_rollouts += len(rows) * group
+        share = Share(len(rows), group, self.accelerator.num_processes, self.accelerator.process_index)
+        mine = self._scored([rows[i // group] for i in share.own], [first + i for i in share.own], sampling)
+        self._look_up(mine, share.largest)
+        return self._gathered(mine, rows, group)
+
+    def _scored(self, rows: Sequence[dict], numbers: Sequence[int], sampling: Sampling) -> list[Rollout]:
+        """One rollout a row, with its rewards."""
+        self.generator.sync(self.model)
+        with self.compute_loss_context_manager():
+            rollouts = self.episodes.roll_out(rows, numbers, sampling)
+        if self.rewards is None:
+            return rollouts
+        names = dict.fromkeys(name for r in rollouts for name in (*r.row, *r.columns))
+        columns = {name: [{**r.row, **r.columns}.get(name) for r in rollouts] for name in names}
+        scores = self.rewards.score(
+            [r.prompt for r in rollouts],
+            [r.completion for r in rollouts],
+            [r.completion_ids for r in rollouts],
+            columns,
+            self.state,
+        )
+        for i, rollout in enumerate(rollouts):
+            values = zip(scores.names, scores.values[i].tolist(), strict=True)
+            rollout.rewards |= {name: None if value != value else value for name, value in values}
+            rollout.extras = {name: column[i] for name, column in scores.columns.items()}
+        sums = self.eval_sums if self._is_evaluating else self.meter.window
+        sums.add(measure.logged(scores.metrics))
+        return rollouts
+
+    def _gathered(self, mine: list[Rollout], rows: Sequence[dict], group: int) -> list[Rollout]:
+        """The rollouts of all processes, in the order of `rows`."""
+        if self.accelerator.num_processes == 1:
+            return mine
+        for rollout in mine:  # what rows hold needn't go to other processes, which have them
+            rollout.row, rollout.columns = {}, {}
+        rollouts = [rollout for part in gather_object([mine]) for rollout in part]
+        for i, rollout in enumerate(rollouts):
+            rollout.row = rows[i // group]
+        return rollouts
+
+    def _with_signal(self, rollouts: list[Rollout], sampling: Sampling) -> list[Rollout]:
+        """A block in which groups of equal rewards are replaced by those of new prompts, as far as rounds allow."""
+        group, rounds, asked = self.args.num_generations, 0, 0
+        wanted = len(rollouts)
+        live, dead = self._split(rollouts)
+        while len(live) < wanted and rounds < self.args.dynamic_sampling_rounds:
+            rows = self.source.take((wanted - len(live)) // group, across=True)
+            rounds, asked = rounds + 1, asked + len(rows)
+            more, duds = self._split(self._played(rows, group, sampling))
+            live, dead = live + more, dead + duds
+        self._measure({"dynamic_sampling/rounds": (rounds, 1.0), "dynamic_sampling/extra_prompts": (asked, 1.0)})
+        return (live + dead)[:wanted]
+
+    def _split(self, rollouts: list[Rollout]) -> tuple[list[Rollout], list[Rollout]]:
+        """The rollouts of groups with a signal, and those of others."""
+        group = self.args.num_generations
+        totals = self.totals(rollouts).view(-1, group)
+        has_signal = (totals.nan_to_num(-torch.inf).amax(-1) > totals.nan_to_num(torch.inf).amin(-1)).tolist()
+        live: list[Rollout] = []
+        dead: list[Rollout] = []
+        for i, signal in enumerate(has_signal):
+            (live if signal else dead).extend(rollouts[i * group : (i + 1) * group])
+        return live, dead
+
+    # From rewards to experiences
+
+    def rewards_of(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """(N, F)."""
+        return measure.reward_matrix(rollouts, self.reward_names)
+
+    def totals(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """(N,): weighted sums of rewards, NaN where nothing could be judged."""
+        return weighted_sum(self.rewards_of(rollouts), self.reward_weights)
+
+    def measured_rewards(self, rollouts: Sequence[Rollout], group: int) -> Metrics:
+        return measure.reward_metrics(self.rewards_of(rollouts), self.reward_names, self.totals(rollouts), group)
+
+    def advantages(self, rollouts: Sequence[Rollout], group: int) -> Tensor:
+        """(N,): the advantage of each rollout, `group` of which answer the same prompt."""
+        raise TypeError(f"{type(self).__name__} must define `advantages`")
+
+    def _finish(self, rollouts: Sequence[Rollout], group: int) -> None:
+        """Give rollouts their advantages."""
+        unjudged = self.totals(rollouts).isnan()
+        if unjudged.any():
+            first = rollouts[int(unjudged.nonzero()[0, 0])]
+            logger.warning(
+                "no reward applies to %d of %d completions, which train nothing; the first: prompt %.200r, completion "
+                "%.200r", int(unjudged.sum()), len(rollouts), first.prompt, first.completion,
+            )  # fmt: skip
+        for rollout, advantage in zip(rollouts, self.advantages(rollouts, group).tolist(), strict=True):
+            rollout.advantage = advantage
+
+    def experience(self, rollout: Rollout) -> Experience:
+        """What the loss reads of a rollout."""
+        is_masked = self.args.mask_truncated_completions and rollout.finish_reason == "length"
+        return Experience(
+            rollout.token_ids,
+            rollout.prompt_length,
+            [0] * len(rollout.token_ids) if is_masked else rollout.completion_mask,
+            rollout.advantage,
+            rollout.old_logps,
+            rollout.ref_logps,
+            rollout.logps if self.corrects_sampler else None,
+        )
+
+    def reference_kl(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """(N,): log pi/ref of each completion, the sum over its tokens, under the policy that wrote it."""
+        zipped = [zip(r.old_logps, r.ref_logps, r.completion_mask, strict=True) for r in rollouts]
+        return torch.tensor([sum(old - ref for old, ref, m in tokens if m) for tokens in zipped])
+
+    @property
+    def corrects_sampler(self) -> bool:
+        """Whether somebody else than the model in training has sampled, for which a loss corrects."""
+        return False
+
+    def _look_up(self, mine: Sequence[Rollout], largest: int) -> None:
+        """Give rollouts what policy and reference say of their tokens, where the loss needs it. All processes call it
+        alike; one of them has `largest` rollouts."""
+        self._compare_generator(mine, largest)
+        with evaluating(self.model):
+            if self.is_exact:
+                for rollout in mine:
+                    rollout.old_logps = rollout.logps
+            elif self.needs_old_logps:
+                self._ask(mine, largest, self.policy_logps, "old_logps")
+            if self.reference is not None:
+                self._ask(mine, largest, self.reference.logps, "ref_logps")
+
+    @property
+    def needs_old_logps(self) -> bool:
+        """Whether the policy moves while a block is trained, or a sampler is corrected for."""
+        return not self.buffer.plan.is_on_policy or self.corrects_sampler
+
+    def policy_logps(self, batch: Batch) -> Tensor:
+        return logps(self.model, batch, temperature=batch["temperature"]).logps
+
+    def _compare_generator(self, mine: Sequence[Rollout], largest: int) -> None:
+        if self.is_exact is not None:
+            return
+        some = mine[: self.args.per_device_train_batch_size]
+        with evaluating(self.model):
+            self._ask(some, min(largest, self.args.per_device_train_batch_size), self.policy_logps, "old_logps")
+        gaps = [abs(a - b) for r in some for a, b, m in zip(r.logps, r.old_logps, r.completion_mask, strict=True) if m]
+        worst = max(gather_object([max((gap if gap == gap else math.inf for gap in gaps), default=0.0)]))
+        self.is_exact = worst <= EXACT
+        for rollout in some:
+            rollout.old_logps = None
+        logger.info(
+            "log-probabilities of the generator and of training differ by %.1e at most: %s",
+            worst,
+            "the generator's are used" if self.is_exact else "old ones are computed where they are needed",
+        )
+
+    def _ask(self, rollouts: Sequence[Rollout], largest: int, read: Callable[[Batch], Tensor], name: str) -> None:
+        """Set `name` of each rollout to what `read` says of its tokens."""
+        size = self.args.per_device_train_batch_size
+        for start in range(0, max(largest, 1), size):
+            part = rollouts[start : start + size]
+            batch = self.read(self._prepare_inputs(self.batch_of([Experience.of(rollout) for rollout in part])))
+            with torch.no_grad(), self.compute_loss_context_manager():
+                values = iter(read(batch).tolist())
+            for rollout in part:
+                length = len(rollout.completion_ids)
+                own = next(values)[:length] if length else []
+                setattr(rollout, name, [0.0] * rollout.prompt_length + own)
+
+    # Counts and loss
+
+    def balancing(self, aux_loss: Tensor | None, batch: Batch, counts: StepCounts) -> tuple[Tensor | float, Metrics]:
+        """A mixture of experts' load-balancing loss, weighed by this batch's share of the step's tokens."""
+        if not self.aux_loss_coef or aux_loss is None:
+            return 0.0, {}
+        tokens = batch["completion_mask"].sum()
+        return self.aux_loss_coef * aux_loss * tokens / max(counts.tokens, 1), {
+            "aux_loss": (aux_loss.detach() * tokens, tokens)
+        }
+
+    # Logs and checkpoints
+
+    def log(self, logs, start_time=None):
+        if "train_loss" in logs:  # the steps since the last log, of a short run all
+            last = means(self.meter.window.totals(self.accelerator.num_processes))
+            logs.update({name: value for name, value in last.items() if name != "loss"})
+        super().log(logs, start_time)
+        if self._to_print and self.is_world_process_zero():
+            record.show(self._to_print, self.args.num_completions_to_print, self.args.log_unique_prompts)
+        self._to_print = []
+
+    def rollout_state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides weights and counters, as JSON can."""
+        place = {"epoch": self.source.epoch, "position": self.source.position}
+        return {"buffer": self.buffer.state(), "source": place, "is_exact": self.is_exact}
+
+    def load_rollout_state(self, state: dict[str, Any]) -> None:
+        self.buffer.load(state["buffer"])
+        self.source.go_to(**state["source"])
+        self.is_exact = state["is_exact"]
+
+    def _save_callbacks(self, run_dir: Path) -> None:
+        super()._save_callbacks(run_dir)
+        if self.args.should_save:
+            folder = run_dir / f"checkpoint-{self.state.global_step}"
+            (folder / STATE).write_text(json.dumps(self.rollout_state()), encoding="utf-8")
+
+    def _init_training_state(self, max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial):
+        place = super()._init_training_state(max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial)
+        self._restart()
+        if resume_from_checkpoint is not None:
+            file = Path(resume_from_checkpoint, STATE)
+            if not file.is_file():
+                raise ValueError(
+                    f"there is no {file}, so the run can't go on with its prompts and rollouts. Resume from a "
+                    f"checkpoint that {type(self).__name__} has written."
+                )
+            self.load_rollout_state(json.loads(file.read_text(encoding="utf-8")))
+        return place
+
+    # Evaluation
+
+    def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
+        """Rounds of prompts, each process its own; see `EvalRounds`."""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        rows = rows if not isinstance(rows, str) else self.eval_dataset[rows]
+        if rows is None:
+            raise ValueError("there is no eval_dataset; pass one to the constructor or to evaluate")
+        size = max(self.args.per_device_eval_batch_size // self.args.generations_in_evaluation, 1)
+        rounds = EvalRounds(rows, size, self.accelerator.num_processes, self.accelerator.process_index)
+        return DataLoader(rounds, batch_size=None)
+
+    def evaluation_loop(self, dataloader, *args, **kwargs):
+        self._is_evaluating = True
+        try:
+            with random_states_kept():
+                output = super().evaluation_loop(dataloader, *args, **kwargs)
+        finally:
+            self._is_evaluating = False
+        return output._replace(num_samples=dataloader.dataset.num_rows or output.num_samples)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """Generates, scores, and computes the loss of training, with ratios of 1."""
+        group = self.args.generations_in_evaluation
+        numbers = [n * group + i for n in inputs["numbers"].tolist() for i in range(group)]
+        rows = [row for row in inputs["rows"] for _ in range(group)]
+        sampling = self.args.sampling
+        rollouts = self._scored(rows, numbers, replace(sampling, seed=sampling.seed + EVALUATION_SEED))
+        self._look_up(rollouts, max(self.args.per_device_eval_batch_size, group))
+        self._finish(rollouts, group)
+        if inputs["counted"]:
+            metrics = measure.added([measure.length_metrics(rollouts), measure.episode_metrics(rollouts)])
+            self.eval_sums.add(metrics | self.measured_rewards(rollouts, group))
+        experiences = [self.experience(rollout) for rollout in rollouts]
+        size = self.args.per_device_eval_batch_size
+        for start in range(0, len(experiences), size):
+            batch = self.read(self._prepare_inputs(self.batch_of(experiences[start : start + size])))
+            counts = self.count(batch)
+            with torch.no_grad(), self.compute_loss_context_manager():
+                loss, metrics = self.loss(model, batch, counts)
+            if inputs["counted"]:
+                weight = float(getattr(counts, self.eval_weight))
+                self.eval_sums.add({"loss": (loss * weight, weight), **metrics})
+        return None, None, None
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """The states of all random generators are afterwards as before."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)
