@@ -3,13 +3,16 @@
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from strop.cli.chat import SCORING, LoadArguments, load, read, task_of
 
 PROG = "strop score"
+COLUMNS = ("tools", "chat_template_kwargs")
+"""What else of a row the chat template reads."""
 
 Row = dict[str, Any]
 
@@ -22,8 +25,13 @@ class ScoreArguments(LoadArguments):
     """A .jsonl, .json, .csv or .parquet file of rows with `prompt` and `completion`, `chosen` and `rejected`, or a list
     of `completions` (for a model of steps: the steps of one solution)."""
 
-    step_separator: str = "\n"
-    """What stood behind each step in the training of a model of steps."""
+    step_separator: str | None = None
+    """What stood behind each step in the training of a model of steps: if not set, as its run's record says, or else a
+    line break."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments for the chat template: if not set, those of the training, as its run's record says. Those in a row's
+    own chat_template_kwargs column come on top."""
 
     batch_size: int = 8
     """Rows read at a time."""
@@ -33,6 +41,18 @@ class ScoreArguments(LoadArguments):
             raise ValueError("there is nothing to score; name a file with --data, e.g. --data answers.jsonl.")
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size} reads no row; it must be at least 1.")
+        trained = settings_of_run(self.model)
+        if self.step_separator is None:
+            self.step_separator = trained.get("step_separator") or "\n"
+        if self.chat_template_kwargs is None:
+            self.chat_template_kwargs = trained.get("chat_template_kwargs") or {}
+
+
+def settings_of_run(folder: str) -> dict[str, Any]:
+    """The settings of the run that left its record in `folder`; none where there is no record."""
+    from strop.runs.record import load_run
+
+    return load_run(folder)["config"] if Path(folder, "run.json").is_file() else {}
 
 
 def main(argv: list[str]) -> int:
@@ -82,22 +102,24 @@ def scored(args: ScoreArguments) -> Iterator[Row]:
 
 def with_scores(model: Any, tokenizer: Any, rows: list[Row], args: ScoreArguments) -> Iterator[Row]:
     """The rows with the score of each of their answers."""
-    from strop.rewards.reward_model import score
+    from strop.rewards.reward_model import WHOLE, score
 
+    recipe = replace(WHOLE, template_options=args.chat_template_kwargs)
     answers = [answers_of(row) for row in rows]
     owners = [i for i, own in enumerate(answers) for _ in own]
-    columns = {name: [rows[i][name] for i in owners] for name in ("tools", "chat_template_kwargs") if name in rows[0]}
+    columns = {name: [rows[i][name] for i in owners] for name in COLUMNS if name in rows[0]}
     prompts = None if rows[0].get("prompt") is None else [rows[i]["prompt"] for i in owners]
     words = [answer for own in answers for answer in own]
-    values = iter(score(model, tokenizer, prompts, words, batch_size=args.batch_size, **columns).tolist())
+    found = score(model, tokenizer, prompts, words, batch_size=args.batch_size, recipe=recipe, **columns)
+    values = iter(found.tolist())
     for row, own in zip(rows, answers, strict=True):
-        found = list(islice(values, len(own)))
+        its = list(islice(values, len(own)))
         if "completions" in row:
-            yield row | {"scores": found}
+            yield row | {"scores": its}
         elif "chosen" in row:
-            yield row | {"score_chosen": found[0], "score_rejected": found[1]}
+            yield row | {"score_chosen": its[0], "score_rejected": its[1]}
         else:
-            yield row | {"score": found[0]}
+            yield row | {"score": its[0]}
 
 
 def with_steps(model: Any, tokenizer: Any, rows: list[Row], args: ScoreArguments) -> Iterator[Row]:
@@ -108,7 +130,16 @@ def with_steps(model: Any, tokenizer: Any, rows: list[Row], args: ScoreArguments
     if missing:
         raise ValueError(f"a model of steps needs rows with prompt and completions, but there is no {missing!r}.")
     prompts, steps = ([row[name] for row in rows] for name in ("prompt", "completions"))
-    values = score_steps(model, tokenizer, prompts, steps, separator=args.step_separator, batch_size=args.batch_size)
+    values = score_steps(
+        model,
+        tokenizer,
+        prompts,
+        steps,
+        separator=args.step_separator or "",
+        batch_size=args.batch_size,
+        template_options=args.chat_template_kwargs,
+        **{name: [row[name] for row in rows] for name in COLUMNS if name in rows[0]},
+    )
     for row, found in zip(rows, values, strict=True):
         yield row | {"scores": found.tolist()}
 

@@ -77,6 +77,29 @@ def test_steps_get_a_probability_each(here, capsys, tiny_folder):
         assert all(0 < value < 1 for value in row["scores"])
 
 
+def test_what_training_was_told_of_rows_is_known_from_its_record(here, capsys, tiny_folder):
+    trained("prm", "steps.jsonl", "steps", tiny_folder, "--step_separator", " cold")
+    template = "{% for m in messages %}{{ m.content }}{{ mood }}{% endfor %}"
+    (here / "mood.jinja").write_text(template)
+    chats = [
+        {name: [{"role": "user" if name == "prompt" else "assistant", "content": text}] for name, text in row.items()}
+        for row in PAIRS
+    ]
+    (here / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    told = ["--chat_template_path", "mood.jinja", "--chat_template_kwargs", '{"mood": " hot"}']
+    trained("reward", "chats.jsonl", "moody", tiny_folder, *told)
+    for folder, data, option, same, other in (
+        ("steps", "steps.jsonl", "--step_separator", " cold", "\n"),
+        ("moody", "chats.jsonl", "--chat_template_kwargs", '{"mood": " hot"}', "{}"),
+    ):
+        capsys.readouterr()
+        printed = []
+        for more in ([], [option, same], [option, other]):
+            assert main([folder, "--data", data, *more]) == 0
+            printed.append(lines_of(capsys))
+        assert printed[0] == printed[1] != printed[2]
+
+
 def test_what_cannot_be_scored_is_refused(here, tiny_folder):
     with pytest.raises(ValueError, match="is a language model, which writes answers and scores none"):
         main([str(tiny_folder), "--data", "pairs.jsonl"])
