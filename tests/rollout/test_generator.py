@@ -28,9 +28,8 @@ from strop.models.checkpointing import enable_checkpointing
 from strop.models.logps import logps
 from strop.rollout import generator, generator_stream
 from strop.rollout.cache import Cache
-from strop.rollout.generator import InProcessGenerator, serving_obstacle, strop_attention
-from strop.rollout.generator_stream import Stream
-from strop.rollout.rows import Stopping, end_ids, waiting_rows
+from strop.rollout.generator import InProcessGenerator, serving_obstacle
+from strop.rollout.rows import end_ids
 from strop.rollout.types import Completion, Sampling
 
 SHAPE = {
@@ -347,17 +346,3 @@ def test_models_that_share_keys_between_layers_are_named():
     model.config.num_kv_shared_layers = 1
     assert "shares keys and values" in str(serving_obstacle(model))
     assert "carries a state" in str(serving_obstacle(BY_GENERATE["mamba"]()))
-
-
-def test_ranks_in_lockstep_make_the_same_number_of_passes(monkeypatch):
-    """This rank's rows end after two tokens, another's after five."""
-    steps = iter([1] * 5)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flag, op: flag.fill_(max(int(flag), next(steps, 0))))
-    model, passes = llama(), []
-    model.register_forward_hook(lambda *args: passes.append(1))
-    sampling = Sampling(max_tokens=2)
-    rows = waiting_rows([[5, 6]], sampling)
-    with strop_attention(model), torch.no_grad():
-        Stream(model, rows, sampling, Stopping(sampling, frozenset(), None), 4).run(lockstep=True)
-    assert len(passes) == 5
-    assert len(rows[0].token_ids) == 2
