@@ -147,6 +147,35 @@ def looks_ahead(base: PreTrainedModel) -> bool:
     return not getattr(config, "is_causal", True) or bool(getattr(config, "use_bidirectional_attention", None))
 
 
+POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
+"""What transformers calls the embedding of positions, where they are learned."""
+
+
+def learned_positions(base: PreTrainedModel) -> int | None:
+    """How many positions `base`, a model of transformers, has an embedding for, so that it can't read longer rows; None
+    where they aren't learned."""
+    positions = getattr(base.config.get_text_config(), "max_position_embeddings", 0)
+    for name, module in base.named_modules():
+        is_table = isinstance(module, nn.Embedding) and name.split(".")[-1] in POSITION_TABLES
+        if is_table and module.num_embeddings >= positions:  # those of other modalities are shorter
+            unused = getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1
+            return module.num_embeddings - unused
+    return None
+
+
+def refuse_beyond_positions(model: nn.Module, length: int, name: str) -> None:
+    """Raise ValueError if `model` can't read rows of `length` tokens. Encoder-decoders read prompt and answer apart."""
+    base = base_model(model)
+    if not isinstance(base, PreTrainedModel) or base.config.is_encoder_decoder:
+        return
+    known = learned_positions(base)
+    if known is not None and length > known:
+        raise ValueError(
+            f"{name}: rows have up to {length} tokens, but {type(base).__name__} has learned {known} positions and can "
+            f"read no longer ones. Shorten them, in training with max_length={known}"
+        )
+
+
 def _has_window(config) -> bool:
     if getattr(config, "layer_types", None):
         return "sliding_attention" in config.layer_types

@@ -12,7 +12,7 @@ from strop.data.preference_rows import PreferenceMaker, PreferenceRecipe
 from strop.data.sides import LABELLED
 from strop.data.steps import StepCollator, StepMaker, StepRecipe
 from strop.models.attention import NAME
-from strop.models.forward import base_model
+from strop.models.forward import base_model, refuse_beyond_positions
 from strop.models.scores import scores, token_outputs
 from strop.models.segments import Layout
 from strop.models.verify import evaluating
@@ -45,6 +45,7 @@ def score(
     ValueError for texts that can't be prepared, with their number.
     """
     pairs = tokenised(tokenizer, prompts, completions, recipe, columns)
+    refuse_beyond_positions(model, max((len(prompt) + len(side) for prompt, side in pairs), default=0), "score")
     pad = tokenizer.pad_token_id or 0
     parts = [
         scores(model, batch)
@@ -75,6 +76,7 @@ def score_steps(
     recipe = StepRecipe(max_length=None, step_separator=separator, template_options=dict(template_options or {}))
     made = StepMaker(tokenizer, recipe, "score")(rows, range(len(rows["prompt"])))
     examples = made.select(["input_ids", "labels"]).to_pylist()
+    refuse_beyond_positions(model, max((len(row["input_ids"]) for row in examples), default=0), "score")
     pad = tokenizer.pad_token_id or 0
     judgements: list[Tensor] = []
     for batch in _batches(model, examples, batch_size, lambda part, layout: StepCollator(pad, layout)(part), layout):

@@ -13,7 +13,7 @@ from strop.callbacks import log
 from strop.data.report import PreparationReport
 from strop.models.adapters import apply_peft, is_peft, trainable_summary
 from strop.models.checkpointing import wire_checkpointing
-from strop.models.forward import base_model
+from strop.models.forward import base_model, refuse_beyond_positions
 from strop.models.load import describe_precision, load_model, load_tokenizer
 from strop.models.tokenizers import fit_model, is_template_file, new_token_ids, prepare_tokenizer
 
@@ -116,10 +116,11 @@ def ready_model(
 
 
 def check_lengths(model: Module, report: PreparationReport, max_length: int | None) -> None:
-    """Warn of rows that are longer than what the model has positions for."""
+    """Warn of rows that are longer than those the model was made for. Raises ValueError where it can't read them."""
     positions = getattr(base_model(model).config.get_text_config(), "max_position_embeddings", None)
     longest = report.percentile(100)
     longest = longest if max_length is None else min(longest, max_length)
+    refuse_beyond_positions(model, longest, report.name)
     if positions and longest > positions:
         logger.warning(
             "%s: rows have up to %d tokens, but the model was made for %d (max_position_embeddings); set max_length=%d",

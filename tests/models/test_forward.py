@@ -8,7 +8,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import strop.models.attention
 from strop.data.collate import TokenRow, collate
-from strop.models.forward import base_model, choose_layout, forward, packing_obstacle, use_packed_attention
+from strop.models.forward import (
+    base_model,
+    choose_layout,
+    forward,
+    packing_obstacle,
+    refuse_beyond_positions,
+    use_packed_attention,
+)
 from strop.models.segments import Segments
 
 SIZE = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "pad_token_id": 0}
@@ -43,6 +50,29 @@ def test_models_that_cannot_be_packed_say_why(family, config, reason):
     assert type(model).__name__ in why
     with pytest.raises(ValueError, match="Use the padded layout"):
         use_packed_attention(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("gpt2", {"num_attention_heads": 2, "n_positions": 12}),
+        ("opt", {"num_attention_heads": 2, "ffn_dim": 16, "max_position_embeddings": 12, "word_embed_proj_dim": 16}),
+        ("bert", {"num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 12}),
+        ("roberta", {"num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 13}),
+        ("llama", {"num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 12}),
+    ],
+)
+def test_rows_beyond_learned_positions_are_refused_and_no_others(family, config):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SIZE | config)))
+    refuse_beyond_positions(model, 12, "train")
+    model(torch.arange(2, 14)[None])
+    if family == "llama":  # whose positions are computed
+        refuse_beyond_positions(model, 13, "train")
+        return
+    with pytest.raises(ValueError, match=r"train: rows have up to 13 tokens.*has learned 12 positions.*max_length=12"):
+        refuse_beyond_positions(model, 13, "train")
+    with pytest.raises((RuntimeError, IndexError)):
+        model(torch.arange(2, 15)[None])
 
 
 def test_a_model_on_the_attention_interface_is_packed():

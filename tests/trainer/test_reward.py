@@ -255,6 +255,10 @@ def test_an_encoder_reads_whole_rows_padded(word_tokenizer, tmp_path, caplog):
     torch.testing.assert_close(start, encoder.eval()(torch.tensor([ids])).logits[0].detach())
     trainer.train()
     assert trainer.state.log_history[1]["loss"] < trainer.state.log_history[0]["loss"]
+    with pytest.raises(ValueError, match=r"score: rows have up to 603 tokens.*has learned 512 positions"):
+        trainer.score(["is ice"], [" cold" * 600])
+    with pytest.raises(ValueError, match=r"train: rows have up to 603 tokens.*max_length=512"):
+        trainer_of(encoder, word_tokenizer, tmp_path, rows.map(lambda row: {"chosen": " cold" * 600}))
 
 
 def test_it_learns_in_seconds(tiny_folder, tmp_path):
