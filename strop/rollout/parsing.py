@@ -9,6 +9,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from strop.data.chat import Conversation, common_prefix
@@ -312,15 +313,15 @@ def syntax_of(conversation: Conversation) -> Syntax:
 
     Raises ValueError, naming the template, where it writes no calls or in a syntax that isn't known.
     """
-    turns = [turn for turn in (_rendered(conversation, [probe]) for probe in PROBES) if turn is not None]
-    if len(turns) < len(PROBES) or not all(PROBE_NAME in turn for turn in turns):
+    turns = [_rendered(conversation, [probe]) for probe in PROBES]
+    if not all(PROBE_NAME in turn for turn in turns):
         raise ValueError(
             f"{conversation.template} writes no tool calls, so a model could not be shown its own. Use a chat template "
             "for tools (chat_template_path)"
         )
-    both = _rendered(conversation, list(PROBES))
     expected = [([probe], turn) for probe, turn in zip(PROBES, turns, strict=True)]
-    expected += [] if both is None else [(list(PROBES), both)]
+    with suppress(ValueError):  # some templates refuse several calls in a turn
+        expected.append((list(PROBES), _rendered(conversation, list(PROBES))))
     end_id = end_of_turn(conversation.template.tokenizer)
     end = "" if end_id is None else conversation.template.tokenizer.decode([end_id])
     for syntax in (*SYNTAXES.values(), *_learned([turn.removesuffix(end) for turn in turns])):
@@ -344,14 +345,11 @@ def assistant_calling(calls: Sequence[tuple[str, Any]], content: str = "") -> Me
     }
 
 
-def _rendered(conversation: Conversation, probes: list[dict[str, Any]]) -> str | None:
-    """What the template writes for an assistant's turn with these calls, to its end; None where it refuses."""
+def _rendered(conversation: Conversation, probes: list[dict[str, Any]]) -> str:
+    """What the template writes for an assistant's turn with these calls, to its end."""
     question = [{"role": "user", "content": "A question."}]
-    try:
-        before = conversation.render(question, generation_prompt=True)
-        text = conversation.render([*question, assistant_calling([(PROBE_NAME, probe) for probe in probes])])
-    except ValueError:
-        return None
+    before = conversation.render(question, generation_prompt=True)
+    text = conversation.render([*question, assistant_calling([(PROBE_NAME, probe) for probe in probes])])
     return text[common_prefix(before, text) :].rstrip()
 
 
