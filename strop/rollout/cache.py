@@ -7,6 +7,8 @@ their own tokens stand in one block a layer, of one length for all, so no mask i
     own      the cohort's block
 
 Both parts are softmaxes of their own, joined by the weights their normalisers give them (arXiv:2402.05099, section 3).
+Rows that share their prompt with no other have it in their block, aligned at its end; a small mask hides what lies
+before.
 
 Shapes: n rows of a cohort, H query heads, K key heads, G = H / K, D of a head, P tokens of a prompt, S of a row.
 """
@@ -27,6 +29,10 @@ FIRST_TOKENS = 32
 """Tokens a row that a block begins with; doubled when full."""
 
 
+PADDING = (1.25, 16)
+"""Lone prompts stand in one block up to this multiple of the shortest one's tokens, and so many more."""
+
+
 class Part(NamedTuple):
     """The rows of one cohort that continue the same prompt."""
 
@@ -35,40 +41,61 @@ class Part(NamedTuple):
 
 
 class Cohort:
-    """Rows that entered at the same step, in the order of their slots, and the keys and values of what they wrote."""
+    """Rows that entered at the same step, in the order of their slots, and the keys and values of what they wrote.
 
-    def __init__(self, rows: Sequence[Row], most_tokens: int):
+    With `lone`, keys and values of their prompts too, which are taken from the prefixes.
+    """
+
+    def __init__(self, rows: Sequence[Row], lone: bool):
         self.rows = list(rows)
         self.num_tokens = 0
-        self.most_tokens = most_tokens
+        self.most_tokens = max(row.max_tokens for row in rows) - 1  # the last one is never read
+        self.offset = max(len(row.prefix.token_ids) for row in rows) if lone else 0
         self.keys: list[Tensor] = []
-        """(slots, K, capacity, D) a layer."""
+        """(slots, K, capacity, D) a layer; the first own token stands at `offset`."""
         self.values: list[Tensor] = []
+        self.mask: Tensor | None = None
+        """(slots, 1, 1, tokens), additive; None: everything is seen."""
+        if lone:
+            self._take_prompts()
         self._arrange()
+
+    def _take_prompts(self) -> None:
+        prefixes = [row.prefix for row in self.rows]
+        for blocks, name in ((self.keys, "keys"), (self.values, "values")):
+            for of_rows in zip(*(getattr(prefix, name) for prefix in prefixes), strict=True):
+                block = self._block(torch.stack([x[:, -1] for x in of_rows]))
+                for slot, prompt in enumerate(of_rows):
+                    block[slot, :, : self.offset - prompt.shape[1]] = 0  # hidden, but finite
+                    block[slot, :, self.offset - prompt.shape[1] : self.offset] = prompt
+                blocks.append(block)
+        self.mask = self.keys[0].new_zeros(len(prefixes), 1, 1, self.offset + self.most_tokens)
+        for slot, prefix in enumerate(prefixes):
+            self.mask[slot, ..., : self.offset - len(prefix.token_ids)] = float("-inf")
+            prefix.keys, prefix.values = [], []
 
     def remove(self, slot: int) -> None:
         """Take out a row; the last one moves into its slot."""
-        last = len(self.rows) - 1
+        last, end = len(self.rows) - 1, self.offset + self.num_tokens
         if slot != last:
             for block in (*self.keys, *self.values):
-                block[slot, :, : self.num_tokens] = block[last, :, : self.num_tokens]
+                block[slot, :, :end] = block[last, :, :end]
+            if self.mask is not None:
+                self.mask[slot] = self.mask[last]
         self.rows[slot] = self.rows[last]
         self.rows.pop()
         self._arrange()
 
     def _arrange(self) -> None:
         """Which slots continue which prompt, and where each slot's result stands among the parts' results."""
-        slots: dict[int, list[int]] = {}
+        slots: dict[Prefix, list[int]] = {}
         for slot, row in enumerate(self.rows):
-            slots.setdefault(id(row.prefix), []).append(slot)
+            slots.setdefault(row.prefix, []).append(slot)
         order = [slot for part in slots.values() for slot in part]
         contiguous = order == sorted(order)
         self.parts = [
-            Part(
-                self.rows[part[0]].prefix,
-                slice(part[0], part[-1] + 1) if contiguous else torch.tensor(part),
-            )
-            for part in slots.values()
+            Part(prefix, slice(part[0], part[-1] + 1) if contiguous else torch.tensor(part))
+            for prefix, part in slots.items()
         ]
         self.places = None if contiguous else torch.tensor(order).argsort()
 
@@ -77,7 +104,7 @@ class Cohort:
         if layer == len(self.keys):
             self.keys.append(self._block(key))
             self.values.append(self._block(value))
-        n, place = len(self.rows), self.num_tokens
+        n, place = len(self.rows), self.offset + self.num_tokens
         both = []
         for blocks, new in ((self.keys, key), (self.values, value)):
             if place == blocks[layer].shape[2]:
@@ -88,12 +115,13 @@ class Cohort:
 
     def _block(self, new: Tensor) -> Tensor:
         n, heads, size = new.shape
-        return new.new_empty(n, heads, min(FIRST_TOKENS, self.most_tokens), size)
+        return new.new_empty(n, heads, self.offset + min(FIRST_TOKENS, self.most_tokens), size)
 
     def _grown(self, block: Tensor) -> Tensor:
-        _, heads, tokens, size = block.shape
-        grown = block.new_empty(len(self.rows), heads, min(2 * tokens, self.most_tokens), size)
-        grown[:, :, :tokens] = block[: len(self.rows)]
+        n, (_, heads, tokens, size) = len(self.rows), block.shape
+        own = min(2 * (tokens - self.offset), self.most_tokens)
+        grown = block.new_empty(n, heads, self.offset + own, size)
+        grown[:, :, :tokens] = block[:n]
         return grown
 
 
@@ -104,6 +132,8 @@ class Cache:
         self.cohorts: list[Cohort] = []
         self._reading: list[Prefix] = []
         self._layer = 0
+        self._joins = True
+        """Every layer so far can be attended to in parts."""
 
     @property
     def rows(self) -> list[Row]:
@@ -120,17 +150,20 @@ class Cache:
         for cohort in self.cohorts:
             cohort.num_tokens += 1
 
-    def enter(self, rows: Sequence[Row], most_tokens: int) -> None:
-        """New rows, their prompts read; each writes at most `most_tokens`."""
-        self.cohorts.append(Cohort(rows, most_tokens))
+    def enter(self, rows: Sequence[Row]) -> None:
+        """New rows, their prompts read."""
+        lone = [row for row in rows if row.prefix.num_rows == 1] if self._joins else []
+        others = [row for row in rows if not (self._joins and row.prefix.num_rows == 1)]
+        if others:
+            self.cohorts.append(Cohort(others, lone=False))
+        self.cohorts += [Cohort(part, lone=True) for part in _of_similar_length(lone)]
 
-    def leave(self, done: set[int]) -> None:
-        """Drop the rows at these places of the stream."""
-        start = sum(len(cohort.rows) for cohort in self.cohorts)
-        for cohort in reversed(self.cohorts):
-            start -= len(cohort.rows)
-            for slot in sorted((i - start for i in done if start <= i < start + len(cohort.rows)), reverse=True):
-                cohort.remove(slot)
+    def leave(self, done: set[Row]) -> None:
+        """Drop rows."""
+        for cohort in self.cohorts:
+            for slot in reversed(range(len(cohort.rows))):
+                if cohort.rows[slot] in done:
+                    cohort.remove(slot)
         self.cohorts = [cohort for cohort in self.cohorts if cohort.rows]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scores: Scores) -> Tensor:
@@ -150,6 +183,7 @@ class Cache:
         return torch.cat(results)[None] if len(results) > 1 else results[0][None]
 
     def _read(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        self._joins &= _is_joined(query, value, scores)
         lengths = [len(prefix.token_ids) for prefix in self._reading]
         parts = zip(self._reading, key[0].split(lengths, 1), value[0].split(lengths, 1), strict=True)
         for prefix, k, v in parts:
@@ -158,14 +192,28 @@ class Cache:
         return over_segments(query, key, value, Segments(tuple(lengths), (-1,) * len(lengths)), scores)[0]
 
 
+def _of_similar_length(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows by the length of their prompts, cut where it has grown too much."""
+    parts: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: len(row.prefix.token_ids)):
+        shortest = len(parts[-1][0].prefix.token_ids) if parts else 0
+        if parts and len(row.prefix.token_ids) <= PADDING[0] * shortest + PADDING[1]:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return parts
+
+
 # ---- attention of a cohort's new tokens ----
 
 
 def _attend(query: Tensor, cohort: Cohort, layer: int, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
     """(n, H, V) of queries (n, H, D); `keys`, `values` (n, K, S, D) are the cohort's own."""
+    if cohort.mask is not None:
+        mask = cohort.mask[: len(query), ..., : keys.shape[2]]
+        return _flash(query.unflatten(1, (keys.shape[1], -1)), keys, values, scores, mask)[0].flatten(1, 2)
     longest = max(len(part.prefix.token_ids) for part in cohort.parts) + keys.shape[2]
-    windowed = scores.window is not None and scores.window < longest
-    if windowed or scores.softcap is not None or scores.sinks is not None or not _has_normalisers(query, values):
+    if not _is_joined(query, values, scores._replace(window=None)) or longest > (scores.window or longest):
         return _attend_row_by_row(query, cohort, layer, keys, values, scores)
     grouped = query.unflatten(1, (keys.shape[1], -1))
     own, own_normaliser = _flash(grouped, keys, values, scores)
@@ -183,14 +231,18 @@ def _attend(query: Tensor, cohort: Cohort, layer: int, keys: Tensor, values: Ten
     return torch.lerp(own, result, share.to(own.dtype)).flatten(1, 2)
 
 
-def _has_normalisers(query: Tensor, values: Tensor) -> bool:
-    """A kernel says of these what its softmax divided by."""
-    return query.device.type == "cpu" and query.shape[-1] == values.shape[-1]
+def _is_joined(query: Tensor, value: Tensor, scores: Scores) -> bool:
+    """A kernel computes these scores and says what its softmax divided by, so that parts can be joined."""
+    plain = scores.softcap is None and scores.sinks is None and scores.window is None
+    return plain and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Attention without a mask, and the logarithms (B, heads, queries) of its normalisers."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=scores.scaling)
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention to everything the mask leaves, and the logarithms (B, heads, queries) of its normalisers."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return attend(query, key, value, attn_mask=mask, scale=scores.scaling)
 
 
 def _attend_row_by_row(

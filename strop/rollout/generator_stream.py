@@ -75,9 +75,8 @@ class Stream:
             return
         draw = self._draw(logits, rows)
         done = self.stopping.extend(rows, draw)
-        if entering:
-            self.cache.enter(entering, max(row.max_tokens for row in entering) - 1)
         self.cache.leave(done)
+        self.cache.enter([row for row in entering if row not in done])
 
     def _logits(self, running: Sequence[Row], prompts: Sequence[Prefix], idle: bool) -> Tensor:
         """(running + prompts, V): logits after each running row's last token and each prompt's."""

@@ -123,18 +123,18 @@ class Stopping:
         self.tokenizer = tokenizer
         self.tail = max((len(text.encode()) for text in self.texts), default=0) + SLACK
 
-    def extend(self, rows: Sequence[Row], draw: Draw) -> set[int]:
-        """Give each row its token; the places of the rows that end by it."""
+    def extend(self, rows: Sequence[Row], draw: Draw) -> set[Row]:
+        """Give each row its token; the rows that end by it."""
         done = set()
         lists = zip(rows, draw.token_ids.tolist(), draw.logps.tolist(), draw.sampled_logps.tolist(), strict=True)
-        for place, (row, token, logp, sampled_logp) in enumerate(lists):
+        for row, token, logp, sampled_logp in lists:
             row.token_ids.append(token)
             row.logps.append(logp)
             row.sampled_logps.append(sampled_logp)
             row.finish_reason = self.reason(row.token_ids, row.max_tokens)
             if row.finish_reason is not None:
                 row.prefix.end(len(row.token_ids))
-                done.add(place)
+                done.add(row)
         return done
 
     def reason(self, token_ids: Sequence[int], max_tokens: int) -> FinishReason | None:
