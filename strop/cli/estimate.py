@@ -90,12 +90,18 @@ def rows_per_batch(method: Method, args: Any) -> int:
 
 
 def shape_of(name: str, model_args: Any, args: Any) -> tuple[Any, Any]:
-    """The model's configuration, and the dtype it would be loaded in."""
+    """The model's configuration, and the dtype it would be loaded in. Raises ValueError for an adapter."""
     import torch
 
+    from strop.models.adapters import is_adapter
     from strop.models.load import loading_options, read_config
     from strop.models.model_config import init_kwargs
 
+    if is_adapter(name, {}):
+        raise ValueError(
+            f"{name} is an adapter, which has no shape of its own; name the model that it goes on, with --use_peft and "
+            "the adapter's options."
+        )
     args.model_init_kwargs = init_kwargs(model_args, args.model_init_kwargs)
     path, kwargs = loading_options(name, args, None)
     config = read_config(path, kwargs)

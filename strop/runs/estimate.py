@@ -5,6 +5,7 @@ states are counted exactly, and activations by running a forward pass there and 
 What isn't counted: the allocator's slack, kernels' workspaces, and the framework itself.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strop.compat import suggestion
-from strop.models.adapters import base_model, wrap
+from strop.models.adapters import base_model, with_task, wrap
+from strop.models.forward import refuse_beyond_positions
 from strop.models.head import tiling
 
 SHAPES_ONLY = "strop_shapes"
@@ -92,10 +94,11 @@ def estimate(
     `dtype` is that of the weights, `autocast` that of computation if another. `weight_bits` (4 or 8) is the storage of
     a quantised base's linear layers. `reference` is a frozen model beside it. `cached_tokens` are tokens in the
     key-value cache, of all sequences together. A model for another `task` than "CAUSAL_LM" has no logits.
-    Raises ValueError for an optimizer whose states are not known.
+    Raises ValueError for an optimizer whose states are not known, and for rows that the model can't read.
     """
     state_bytes = optimizer_states(optim)
     model = shapes_of(config, dtype, peft_config, task)
+    refuse_beyond_positions(model, length, "estimate")
     trained = [p for p in model.parameters() if p.requires_grad]
     return Estimate(
         weights=weight_bytes(model, weight_bits),
@@ -113,7 +116,7 @@ def shapes_of(config: PreTrainedConfig, dtype: torch.dtype, peft_config: Any, ta
     """The model without contents, with its adapter if it gets one."""
     with torch.device("meta"):
         model = TASKS[task].from_config(config, dtype=dtype)
-        return model if peft_config is None else wrap(model, peft_config)
+        return model if peft_config is None else wrap(model, with_task(model, copy.deepcopy(peft_config)))
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:

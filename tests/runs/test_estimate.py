@@ -196,6 +196,24 @@ def test_a_pair_is_two_rows_beside_a_reference_unless_the_adapter_can_be_switche
     assert named["reference"] == pairs["weights"]
 
 
+@pytest.mark.parametrize("method", ["reward", "prm"])
+def test_an_adapter_of_a_classifier_trains_its_head(method, tiny_folder, capsys):
+    run = [method, "--model", str(tiny_folder), "--max_length", "64", "--use_cpu", "--json", "--use_peft"]
+    sizes = []
+    for rank in ("2", "4"):
+        assert main([*run, "--lora_r", rank]) == 0
+        sizes.append(json.loads(capsys.readouterr().out)["gradients"])
+    assert sizes[1] < 2 * sizes[0]
+
+
+def test_what_has_no_shape_or_is_too_long_is_refused(tiny_folder, tiny_llama, tmp_path):
+    get_peft_model(tiny_llama, LoraConfig(r=2)).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"is an adapter.*name the model that it goes on"):
+        main(["--model", str(tmp_path / "adapter"), "--use_cpu"])
+    with pytest.raises(ValueError, match=r"estimate: rows have up to 9 tokens.*has learned 8 positions"):
+        estimate(GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=8), batch_size=1, length=9)
+
+
 def test_a_reward_model_has_no_logits():
     found = estimate(LLAMA, batch_size=1, length=8, task="SEQ_CLS")
     language = estimate(LLAMA, batch_size=1, length=8)
