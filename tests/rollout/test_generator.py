@@ -26,7 +26,7 @@ from transformers import (
 from strop.data.collate import TokenRow, collate
 from strop.models.checkpointing import enable_checkpointing
 from strop.models.logps import logps
-from strop.rollout import generator, generator_stream
+from strop.rollout import cache, generator, generator_stream
 from strop.rollout.cache import Cache
 from strop.rollout.generator import InProcessGenerator, serving_obstacle
 from strop.rollout.rows import end_ids
@@ -131,6 +131,19 @@ def test_a_row_is_the_same_whatever_it_is_written_with(sampling):
         assert alone.finish_reason == together[i].finish_reason
     other = InProcessGenerator(model).generate(PROMPTS, Sampling(**(vars(sampling) | {"seed": 99})))
     assert texts(other) != texts(together)
+
+
+def test_lone_prompts_of_very_different_lengths(monkeypatch):
+    model = llama(max_position_embeddings=256)
+    prompts = [[1 + (7 * i + j) % 90 for j in range(length)] for i, length in enumerate((90, 1, 30, 2, 100, 3, 50))]
+    monkeypatch.setattr(cache, "FIRST_TOKENS", 2)  # blocks grow
+    budgets = [9, 1, 4, 9, 2, 7, 9]
+    written = InProcessGenerator(model).generate(prompts, SAMPLED, max_tokens=budgets)
+    assert [len(completion.token_ids) for completion in written] == budgets
+    assert_same_logps(model, prompts, written, SAMPLED.temperature)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_is_joined", lambda *args: False)  # each row by itself
+        assert texts(InProcessGenerator(model).generate(prompts, SAMPLED, max_tokens=budgets)) == texts(written)
 
 
 def test_rows_enter_in_parts_when_prompts_are_many(monkeypatch):
