@@ -155,8 +155,9 @@ class GRPOTrainer(OnPolicyTrainer):
     # Before a step
 
     @property
-    def corrects_sampler(self) -> bool:
-        return self.args.vllm_importance_sampling_correction and not self.samples_itself and not self.is_exact
+    def needs_sampling_logps(self) -> bool:
+        reads = self.args.vllm_importance_sampling_correction or self.args.off_policy_mask_threshold is not None
+        return reads and not self.samples_itself and not self.is_exact
 
     def look_ahead(self, batches: list[Batch]) -> None:
         self.settle_entropy()
@@ -231,7 +232,7 @@ class GRPOTrainer(OnPolicyTrainer):
         args, mask = self.args, batch["completion_mask"]
         old = batch.get("old_logps", scores.logps.detach())
         correction, metrics = None, {}
-        if "sampling_logps" in batch:
+        if "sampling_logps" in batch and args.vllm_importance_sampling_correction:
             bounds = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
             mode = args.vllm_importance_sampling_mode
             correction = importance_correction(old, batch["sampling_logps"], mask, mode, *bounds)

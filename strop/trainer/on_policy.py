@@ -354,7 +354,7 @@ class OnPolicyTrainer(BaseTrainer):
             rollout.advantage,
             rollout.old_logps,
             rollout.ref_logps,
-            rollout.logps if self.corrects_sampler else None,
+            rollout.logps if self.needs_sampling_logps else None,
         )
 
     def reference_kl(self, rollouts: Sequence[Rollout]) -> Tensor:
@@ -363,8 +363,8 @@ class OnPolicyTrainer(BaseTrainer):
         return torch.tensor([sum(old - ref for old, ref, m in tokens if m) for tokens in zipped])
 
     @property
-    def corrects_sampler(self) -> bool:
-        """Whether somebody else than the model in training has sampled, for which a loss corrects."""
+    def needs_sampling_logps(self) -> bool:
+        """Whether the loss reads what somebody else says who has sampled."""
         return False
 
     def _look_up(self, mine: Sequence[Rollout], largest: int) -> None:
@@ -383,7 +383,7 @@ class OnPolicyTrainer(BaseTrainer):
     @property
     def needs_old_logps(self) -> bool:
         """Whether the policy moves while a block is trained, or a sampler is corrected for."""
-        return not self.buffer.plan.is_on_policy or self.corrects_sampler
+        return not self.buffer.plan.is_on_policy or self.needs_sampling_logps
 
     def policy_logps(self, batch: Batch) -> Tensor:
         return logps(self.model, batch, temperature=batch["temperature"]).logps

@@ -3,15 +3,18 @@
 import copy
 import dataclasses
 import os
+import random
 import re
 import socket
 
 import pytest
 import torch
 import torch.multiprocessing
+from datasets import Dataset
 
 from strop.data.collate import keep_examples
 from strop.losses.reduce import StepCounts
+from strop.rollout.types import Completion
 
 DEFAULTS = {
     "use_cpu": True,
@@ -155,3 +158,60 @@ def _rank(index: int, port: int, function, folder: str) -> None:
     place = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()}
     torch.save(function(), f"{folder}/rank{index}.pt")
+
+
+# Trainers on rollouts
+
+
+class Scripted:
+    """Writes 1 to `max_tokens` tokens that follow from the row's number alone, with log-probabilities of `logp`."""
+
+    def __init__(self, logp: float = -3.0, vocab_size: int = 300):
+        self.logp, self.vocab_size = logp, vocab_size
+        self.asked: list[tuple[int, ...]] = []
+        self.numbers: list[int] = []
+
+    def generate(self, prompts, sampling, *, rows=None, max_tokens=None):
+        self.asked += [tuple(prompt) for prompt in prompts]
+        self.numbers += rows
+        return [self.completion(number, sampling.max_tokens) for number in rows]
+
+    def completion(self, number: int, max_tokens: int) -> Completion:
+        dice = random.Random(number)
+        length = dice.randint(1, max_tokens)
+        ids = [dice.randrange(5, self.vocab_size) for _ in range(length)]
+        return Completion(ids, [self.logp] * length, "length" if length == max_tokens else "stop")
+
+    def sync(self, model):
+        pass
+
+
+def vowels(completions, **_):
+    """Deterministic, and different for most completions."""
+    return [sum(map(text.count, "aeiou")) + len(text) / 7 for text in completions]
+
+
+@pytest.fixture
+def prompts() -> Dataset:
+    words = ["blue", "hot", "cold", "wet", "red"]
+    return Dataset.from_list([{"prompt": f"What is {word}?", "word": word} for word in words])
+
+
+@pytest.fixture
+def make_rollout_trainer(tiny_llama, bpe_tokenizer, prompts, tmp_path):
+    """`make(trainer_class, **config)`: a trainer of a copy of the model, on a scripted generator or, with
+    `generator=None`, the model's own."""
+
+    def make(trainer_class, generator="scripted", rows=None, rewards=vowels, model=None, more=None, **config):
+        own = {"max_completion_length": 6, "num_generations": 2, "output_dir": str(tmp_path / "run")}
+        return trainer_class(
+            copy.deepcopy(tiny_llama if model is None else model),
+            rewards,
+            trainer_class.config_class(**DEFAULTS | own | config),
+            prompts if rows is None else rows,
+            processing_class=bpe_tokenizer,
+            generator=Scripted() if generator == "scripted" else generator,
+            **more or {},
+        )
+
+    return make

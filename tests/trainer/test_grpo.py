@@ -1,0 +1,310 @@
+"""GRPO: the numbers of TRL, REINFORCE on-policy, and one gradient however a step is cut."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from strop.losses.policy import AGAINST_REFERENCE, POLICY_LOSSES
+from strop.losses.reduce import StepCounts
+from strop.models.logps import TokenScores, logps
+from strop.trainer.grpo import GRPOConfig, GRPOTrainer
+
+GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "policy_losses.json").read_text())
+CASES = [case for case in GOLDENS["cases"] if case["args"]["loss_type"] != "rloo"]
+LOSSES = [name for name in POLICY_LOSSES if name not in AGAINST_REFERENCE]
+
+
+def doubles(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.fixture
+def make(make_rollout_trainer):
+    """The scripted generator's log-probabilities aren't the model's, which counts where a test is about it."""
+
+    def made(generator="scripted", **config):
+        own = {"vllm_importance_sampling_correction": False} if generator == "scripted" else {}
+        return make_rollout_trainer(GRPOTrainer, generator, **own | config)
+
+    return made
+
+
+# TRL's numbers
+
+
+def golden_batch(args, policy, inputs):
+    mask = inputs[args.get("mask", "mask")]
+    if args.get("use_tool_mask"):
+        mask = mask * inputs["tool_mask"]
+    advantages = doubles(args["advantages"]) if "advantages" in args else inputs["advantages"][:, None]
+    batch = {"completion_mask": mask, "advantages": advantages, "temperature": 1.0}
+    if args.get("old") != "none":
+        batch["old_logps"] = inputs["old_per_token_logps"]
+    if "beta" in args:
+        batch["ref_logps"] = inputs["ref_per_token_logps"]
+    if "correction" in args or args.get("sampling_logps_in_inputs"):
+        batch["sampling_logps"] = inputs["sampling_per_token_logps"]
+    return batch | {"entropy_threshold": None, "entropy_tokens": None, "entropy_weight": 0.0}
+
+
+def golden_config(args):
+    names = ("loss_type", "beta", "use_bias_correction_kl", "epsilon", "epsilon_high", "delta")
+    names += ("sapo_temperature_pos", "sapo_temperature_neg", "off_policy_mask_threshold", "top_entropy_quantile")
+    options = {name: args[name] for name in names if name in args}
+    if args["loss_type"] not in ("gmpo", "vespo"):
+        options["importance_sampling_level"] = args.get("importance_sampling_level", "token")
+    if "correction" in args:
+        bounds = {"vllm_importance_sampling_clip_min": 0.8, "vllm_importance_sampling_clip_max": 1.3}
+        options |= {"vllm_importance_sampling_mode": args["correction"]} | bounds
+    else:
+        options["vllm_importance_sampling_correction"] = False
+    return GRPOConfig(output_dir="unused", use_cpu=True, max_completion_length=8, **options)
+
+
+@pytest.fixture(scope="module")
+def made():
+    """The trainer of all cases; its settings are those of a case."""
+    return []
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case["name"]) for case in CASES])
+def test_the_numbers_of_trl(case, make, made, monkeypatch):
+    args = case["args"]
+    trainer = made[0] if made else made.append(make()) or made[0]
+    inputs = {name: doubles(value) for name, value in GOLDENS["inputs"].items()}
+    policy = inputs["per_token_logps"].requires_grad_()
+    trainer.args = golden_config(args)
+    trainer.policy_loss, trainer.loss_options = trainer.args.policy_loss, trainer.args.loss_options
+    monkeypatch.setattr("strop.trainer.grpo.logps", lambda *_, **__: TokenScores(policy, inputs["entropies"]))
+    batch = golden_batch(args, policy, inputs)
+    mask = batch["completion_mask"]
+    loss, metrics = trainer.loss(None, batch, StepCounts(int(mask.sum()), len(mask)))
+    loss.backward()
+    close = {"rtol": 0, "atol": 2e-7 if args["loss_type"] == "sapo" else 1e-8}
+    expected = case["loss"]
+    if args["loss_type"] == "gmpo":  # where TRL gives a row without a token a constant
+        kept = trainer.sampled(TokenScores(policy, inputs["entropies"]), batch)[0].kept.sum(-1) > 0
+        expected += batch["advantages"][~kept].sum().item() / len(mask)
+    torch.testing.assert_close(loss, doubles(expected), **close)
+    torch.testing.assert_close(policy.grad, doubles(case["gradient"]), **close)
+    entropy = (inputs["entropies"] * mask).sum() / mask.sum()
+    assert metrics["entropy"][0] / metrics["entropy"][1] == pytest.approx(entropy.item())
+
+
+def test_shares_of_clipped_ratios_are_trls(make, monkeypatch):
+    trainer = make()
+    inputs = {name: doubles(value) for name, value in GOLDENS["inputs"].items()}
+    case = next(case for case in CASES if case["name"] == "grpo")
+    trainer.args = golden_config(case["args"])
+    trainer.policy_loss, trainer.loss_options = trainer.args.policy_loss, trainer.args.loss_options
+    scores = TokenScores(inputs["per_token_logps"], inputs["entropies"])
+    monkeypatch.setattr("strop.trainer.grpo.logps", lambda *_, **__: scores)
+    batch = golden_batch(case["args"], scores.logps, inputs)
+    found = trainer.loss(None, batch, StepCounts(14, 4))[1]
+    shares = {name: float(a) / float(b) for name, (a, b) in found.items() if name.startswith("clip")}
+    #  by TRL 1.16 on the same numbers
+    expected = {"low_mean": 1 / 7, "high_mean": 1 / 7, "region_mean": 2 / 7, "low_min": 0.0, "high_max": 1.0}
+    assert shares == pytest.approx({f"clip_ratio/{name}": value for name, value in expected.items()})
+
+
+# The gradient
+
+
+def gradient(trainer, experiences, cuts, layout="packed"):
+    """That of a step of these experiences, cut into micro-batches of such sizes."""
+    trainer.collator = dataclasses.replace(trainer.collator, layout=layout)
+    batches, start = [], 0
+    for size in cuts:
+        batches.append(trainer.batch_of(experiences[start : start + size]))
+        start += size
+    trainer.model.zero_grad()
+    trainer.look_ahead(batches)
+    trainer.model.train()
+    counts = sum((trainer.count(batch) for batch in batches), StepCounts(0, 0))
+    value = 0.0
+    for batch in batches:
+        loss, _ = trainer.loss(trainer.model, batch, counts)
+        loss.backward()
+        value += loss.item()
+    return value, {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def block_of(trainer):
+    """The experiences of a trainer's first block."""
+    trainer.meter.window.sums.clear()
+    trainer._tokens_written = 0
+    trainer._make_block()
+    return trainer.buffer.experiences
+
+
+VARIANTS = {
+    **{name: {"loss_type": name} for name in LOSSES},
+    "KL": {"beta": 0.1},
+    "KL in rewards": {"beta": 0.1, "kl_in_reward": True, "kl_estimator": "k1"},
+    "entropy": {"entropy_coef": 0.1},
+    "top entropy": {"top_entropy_quantile": 0.4, "entropy_coef": 0.1},
+    "off-policy mask": {"off_policy_mask_threshold": 0.01},
+    "no truncated": {"mask_truncated_completions": True},
+    "hot": {"temperature": 2.0},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_gradient_however_a_step_is_cut(variant, make):
+    trainer = make(gradient_accumulation_steps=2, num_iterations=2, **VARIANTS[variant])
+    experiences = block_of(trainer)
+    for i, one in enumerate(experiences):  # as if the policy had moved
+        one.old_logps = [x + 0.3 * (-1) ** (i + j) for j, x in enumerate(one.old_logps)]
+    value, whole = gradient(trainer, experiences, [8])
+    largest = max(g.abs().max().item() for g in whole.values())
+    assert largest > 1e-5
+    for cuts, layout in (([1] * 8, "packed"), ([3, 5], "packed"), ([8, 0], "packed"), ([2, 6], "padded")):
+        found, parts = gradient(trainer, experiences, cuts, layout)
+        assert found == pytest.approx(value, rel=1e-4, abs=1e-5)
+        for name, g in whole.items():
+            torch.testing.assert_close(parts[name], g, rtol=1e-4, atol=1e-5 * largest, msg=name)
+
+
+@pytest.mark.parametrize("loss_type", [name for name in LOSSES if name not in ("luspo", "vespo")])
+def test_on_policy_the_gradient_is_reinforce(loss_type, make):
+    """grad of -sum A log pi, averaged as the loss averages."""
+    trainer = make(loss_type=loss_type)
+    experiences = block_of(trainer)
+    _, found = gradient(trainer, experiences, [4])
+    batch = trainer.batch_of(experiences)
+    mask = batch["completion_mask"]
+    per_token = -batch["advantages"] * logps(trainer.model, batch).logps * mask
+    if loss_type in ("dapo", "bnpo", "cispo"):
+        loss = per_token.sum() / mask.sum()
+    elif loss_type == "dr_grpo":
+        loss = per_token.sum() / (len(mask) * trainer.args.max_completion_length)
+    elif loss_type == "rloo":
+        loss = per_token.sum() / len(mask)
+    else:
+        loss = (per_token.sum(-1) / mask.sum(-1)).mean()
+    trainer.model.zero_grad()
+    loss.backward()
+    largest = max(g.abs().max().item() for g in found.values())
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-4 * largest, msg=name)
+
+
+def test_user_pain_4_1_the_three_means(make):
+    """Rows of 2 (advantage 1), 6 (-1), 4 (1) and 1 (-1) tokens: 0, 1/13 and 1/32."""
+    lengths, advantages = [2, 6, 4, 1], [1.0, -1.0, 1.0, -1.0]
+    for loss_type, expected in (("grpo", 0.0), ("dapo", 1 / 13), ("dr_grpo", 1 / 32)):
+        trainer = make(loss_type=loss_type, max_completion_length=8)
+        experiences = block_of(trainer)
+        for one, length, advantage in zip(experiences, lengths, advantages, strict=True):
+            one.token_ids = one.token_ids[: one.prompt_length] + [7] * length
+            one.completion_mask = [0] * one.prompt_length + [1] * length
+            one.advantage, one.old_logps = advantage, None
+        for cuts in ([4], [2, 2], [1, 3]):
+            assert gradient(trainer, experiences, cuts)[0] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_first_ratio_is_one_with_any_sampling(make):
+    trainer = make(
+        generator=None, temperature=0.7, top_p=0.8, top_k=40, repetition_penalty=1.1, num_iterations=2, max_steps=1
+    )
+    experiences = block_of(trainer)
+    assert trainer.is_exact
+    batch = trainer.batch_of(experiences)
+    policy = logps(trainer.model.eval(), batch, temperature=0.7).logps
+    inside = batch["completion_mask"].bool()
+    assert (policy - batch["old_logps"])[inside].abs().max() < 1e-5
+
+
+def test_a_generator_that_says_something_else_is_found_out(make):
+    trainer = make(num_iterations=2, vllm_importance_sampling_correction=True)
+    experiences = block_of(trainer)
+    assert trainer.is_exact is False
+    batch = trainer.batch_of(experiences)
+    policy = logps(trainer.model.eval(), batch).logps
+    torch.testing.assert_close(batch["old_logps"], policy, atol=1e-5, rtol=0)
+    assert (batch["sampling_logps"][batch["completion_mask"].bool()] == -3.0).all()
+
+
+# Learning, and what is refused
+
+
+def test_a_model_learns_to_say_a_word(make, bpe_tokenizer):
+    wanted = bpe_tokenizer.encode("a", add_special_tokens=False)[0]
+
+    def says_a(completion_ids, **_):
+        return [ids.count(wanted) / 4 for ids in completion_ids]
+
+    trainer = make(
+        generator=None,
+        rewards=says_a,
+        optim="adamw_torch",
+        learning_rate=0.02,
+        max_steps=14,
+        per_device_train_batch_size=32,
+        num_generations=16,
+        max_completion_length=4,
+        gradient_checkpointing=False,
+    )
+    trainer.train()
+    rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log and "loss" in log]
+    assert rewards[0] < 0.1
+    assert rewards[-1] > 0.6
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"loss_type": "grop"}, "loss_type='grop' is unknown"),
+        ({"scale_rewards": "groups"}, "scale_rewards='groups' is unknown.*Did you mean 'group'"),
+        ({"importance_sampling_level": "row"}, "importance_sampling_level='row'"),
+        ({"loss_type": "sapo", "epsilon": 0.1}, "epsilon=0.1 would have no effect with loss_type='sapo'"),
+        ({"vespo_k_pos": 1.0}, "vespo_k_pos=1.0 would have no effect with loss_type='dapo'"),
+        ({"loss_type": "cispo", "epsilon_high": 0.2}, "epsilon_high=0.2 would scale every gradient"),
+        ({"loss_type": "gspo", "top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5 would have no meaning"),
+        ({"temperature": 0.0}, "temperature=0.0 always writes the same completion"),
+        ({"max_completion_length": None}, "max_completion_length=None"),
+        ({"sync_ref_model": True}, "beta=0 keeps none"),
+        ({"kl_estimator": "k2"}, "kl_estimator='k2' would have no effect with beta=0"),
+        ({"beta": 0.1, "kl_estimator": "k1"}, "expected gradient of 0"),
+        ({"use_vllm": True}, "use_vllm=True needs a generator on vLLM"),
+        ({"vllm_mode": "server"}, "vllm_mode='server' would have no effect with use_vllm=False"),
+        ({"num_generations": 1}, "num_generations=1 is too few"),
+        ({"num_generations": None}, "num_generations=None is too few"),
+        ({"num_generations": 3}, "no multiple of num_generations=3"),
+        ({"generation_kwargs": {"num_beams": 2}}, "'num_beams'; known are"),
+        ({"entropy_target": 0.5}, "entropy_target=0.5 would have no effect with use_adaptive_entropy=False"),
+        ({"vllm_importance_sampling_mode": "rows"}, "vllm_importance_sampling_mode='rows' is unknown"),
+        ({"advantage_type": "opo", "scale_rewards": "none"}, "scale_rewards='none' would have no effect"),
+        ({"num_completions_to_print": 3}, "log_completions=False"),
+        ({"overlong": "drop"}, "max_prompt_length=None"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(**{"output_dir": "unused", "use_cpu": True} | config)
+
+
+def test_a_correction_without_another_sampler_is_refused(make):
+    with pytest.raises(ValueError, match=r"vllm_importance_sampling_clip_max=2\.0 would have no effect"):
+        make(generator=None, vllm_importance_sampling_clip_max=2.0)
+
+
+def test_old_names_and_what_is_derived():
+    config = GRPOConfig(output_dir="unused", use_cpu=True, max_new_tokens=32, gradient_accumulation_steps=4)
+    assert config.max_completion_length == 32
+    assert (config.steps_per_generation, config.generation_batch_size) == (4, 32)
+    assert dataclasses.replace(config, learning_rate=1.0).generation_batch_size == 32
+    assert GRPOConfig(output_dir="unused", use_cpu=True, scale_rewards=False).scale_rewards == "none"
+    assert config.loss_options == {}
+
+
+def test_no_reward_is_refused(make):
+    with pytest.raises(ValueError, match="there is no reward"):
+        make(rewards=None)
+    with pytest.raises(ValueError, match=r"reward_weights=.* are 2, but there are 1 reward functions"):
+        make(reward_weights=[1.0, 2.0])
