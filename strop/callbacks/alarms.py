@@ -15,20 +15,20 @@ class PreferenceAlarm(TrainerCallback):
         self.idle = 0
         """Logs in a row with margins of exactly 0."""
         self.saturated = 0
-        """Logs in a row with accuracy 1 and a loss below 1e-3."""
+        """Logs in a row with accuracy 1, where pairs have one, and a loss below 1e-3."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not logs or "loss" not in logs or "rewards/margins" not in logs:
             return
         self.idle = self.idle + 1 if logs["rewards/margins"] == 0 and logs.get("learning_rate") != 0 else 0
-        is_saturated = logs["rewards/accuracies"] == 1 and logs["loss"] < 1e-3
+        is_saturated = logs.get("rewards/accuracies") == 1 and logs["loss"] < 1e-3
         self.saturated = self.saturated + 1 if is_saturated else 0
         if not state.is_world_process_zero:
             return
         if self.idle == self.patience:
             logger.warning(
                 "step %d: rewards/margins were exactly 0 in %d logs in a row: the policy is still its reference. Look "
-                "whether chosen and rejected differ (strop inspect), whether any weight is trained, whether the "
+                "whether good and bad completions differ (strop inspect), whether any weight is trained, whether the "
                 "learning rate (%g) is too small for the dtype, and whether ref_model is a model of its own",
                 state.global_step, self.patience, args.learning_rate,
             )  # fmt: skip

@@ -21,10 +21,10 @@ class BEMACallback(TensorState):
         ema   = (1 - beta) ema + beta theta
         bema  = ema + alpha (theta - theta_0)
 
-    Only trainable weights are averaged, on `device`, in float32 or finer. With `update_ref_model` the reference of a
-    `DPOTrainer` becomes the average every `ref_model_update_freq` steps from step `ref_model_update_after` on. Each
+    Only trainable weights are averaged, on `device`, in float32 or finer. With `update_ref_model` the trainer's
+    reference becomes the average every `ref_model_update_freq` steps from step `ref_model_update_after` on. Each
     checkpoint holds the average (and the reference), and a resumed run goes on with it. Refuses weights sharded by
-    ZeRO-3 or FSDP, and runs too short for a single update.
+    ZeRO-3 or FSDP, and runs too short for a single update of either.
     """
 
     file = "bema.safetensors"
@@ -128,6 +128,12 @@ class BEMACallback(TensorState):
             )
         if self.update_ref_model:
             self.moving = self.reference_weights(model)
+            if state.max_steps < (self.ref_model_update_after or self.ref_model_update_freq):
+                raise ValueError(
+                    f"BEMACallback(ref_model_update_freq={self.ref_model_update_freq}, ref_model_update_after="
+                    f"{self.ref_model_update_after}) would never move the reference in a run of {state.max_steps} "
+                    "steps; choose fewer, or leave update_ref_model out"
+                )
         if state.global_step > 0:
             self.resume(args, state, "weight average")
         else:
@@ -158,6 +164,7 @@ class BEMACallback(TensorState):
         """The reference's counterparts of the trained weights."""
         if self.reference is None:
             raise ValueError(
-                "BEMACallback(update_ref_model=True) has no reference to update; only a DPOTrainer has one that moves"
+                "BEMACallback(update_ref_model=True) has no reference to update; DPOTrainer, KTOTrainer and BCOTrainer "
+                "have one"
             )
         return counterparts(self.reference.weights, model)

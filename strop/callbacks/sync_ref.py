@@ -15,7 +15,8 @@ class SyncRefModelCallback(TensorState):
     """Every `ref_model_sync_steps`, ref <- alpha * policy + (1 - alpha) * ref with alpha = `ref_model_mixup_alpha`.
 
     Both are fields of the trainer's config. Weights are paired by name; those that aren't trained stay. Each checkpoint
-    holds the reference, and a resumed run goes on with it. Refuses a reference that lacks weights of the policy.
+    holds the reference, and a resumed run goes on with it. Refuses a reference that lacks weights of the policy, and
+    runs too short for a single update.
     """
 
     file = "reference.safetensors"
@@ -35,6 +36,11 @@ class SyncRefModelCallback(TensorState):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         refuse_shards(args, "a moving reference")
+        if state.max_steps < args.ref_model_sync_steps:
+            raise ValueError(
+                f"ref_model_sync_steps={args.ref_model_sync_steps} would never move the reference in a run of "
+                f"{state.max_steps} steps; choose fewer, or leave sync_ref_model out"
+            )
         self.moving = counterparts(self.reference.weights, model)
         if state.global_step > 0:
             self.resume(args, state, "reference")

@@ -142,7 +142,6 @@ class BCOTrainer(LabelledTrainer):
             )
         self.embedding_func, self.embedding_tokenizer = embedding_func, embedding_tokenizer
         self.running = RunningMean()
-        self._is_ready = False
         super().__init__(
             model,
             ref_model,
@@ -159,7 +158,6 @@ class BCOTrainer(LabelledTrainer):
             optimizer_cls_and_kwargs,
         )
         self.add_callback(self.running)
-        self._is_ready = True
         if embedding_func is None:
             checks.no_effect(self.args, UNWEIGHTED, "no embedding_func")
         else:
@@ -205,8 +203,8 @@ class BCOTrainer(LabelledTrainer):
 
     def prepared(self, rows: Any, name: str, tokenizer: Any, args: Any) -> Any:
         rows = super().prepared(rows, name, tokenizer, args)
-        is_new = self._is_ready and self.running.classifier is not None and not isinstance(rows, dict)
-        return self._weighted(rows) if is_new else rows
+        is_done = self.running.classifier is None or isinstance(rows, dict)  # set by set
+        return rows if is_done else self._weighted(rows)
 
     # Loss
 

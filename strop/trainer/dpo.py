@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from strop.callbacks.alarms import PreferenceAlarm
 from strop.compat import accepts_old_names
 from strop.data.collate import Batch
 from strop.losses.preference import F_DIVERGENCES, Pairs, ld_sum, wpo_weight
@@ -74,7 +73,6 @@ class DPOTrainer(ReferencedTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
-        self.add_callback(PreferenceAlarm())
 
     # Loss
 

@@ -44,7 +44,8 @@ class ReferenceColumns:
         if self.are_in(rows):
             self._check(rows, name)
             return rows
-        own = rows.shard(self.num_processes, self.process_index, contiguous=True)
+        num_shards = min(self.num_processes, len(rows))  # ranks beyond them repeat the last one
+        own = rows.shard(num_shards, min(self.process_index, num_shards - 1), contiguous=True)
         new = {column: List(Value("float32")) for column in self.columns} | {KEY: Value("string")}
         features = Features(rows.features | new)
         options = {
@@ -72,7 +73,8 @@ class ReferenceColumns:
 
     def _gathered(self, rows: Dataset, computed: Dataset) -> Dataset:
         new = computed.select_columns([*self.columns, KEY])
-        parts = [Dataset.from_dict(part, features=new.features) for part in gather_object([new.to_dict()])]
+        ranks = gather_object([new.to_dict()])[: len(rows)]
+        parts = [Dataset.from_dict(part, features=new.features) for part in ranks]
         return concatenate_datasets([rows, concatenate_datasets(parts)], axis=1)
 
     def _keys(self, rows: Dataset) -> Iterator[str]:

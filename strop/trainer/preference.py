@@ -126,6 +126,11 @@ class PreferenceTrainer(BaseTrainer):
             **options,
         )
         self.aux_loss_coef = router_aux_loss_coef(model, args)
+        if self.needs_whole_step and "loss" in args.include_for_metrics:
+            raise ValueError(
+                'include_for_metrics has "loss", but this loss is one of the whole set, in which no batch has one of '
+                "its own; remove it, eval_loss tells the whole"
+            )
 
     def ready_model(self, model, args, tokenizer, quantization_config, peft_config) -> Module:
         return ready_model(model, args, tokenizer, quantization_config, peft_config)

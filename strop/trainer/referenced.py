@@ -9,6 +9,7 @@ from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from strop.callbacks.alarms import PreferenceAlarm
 from strop.callbacks.bema import BEMACallback
 from strop.callbacks.state import refuse_shards
 from strop.callbacks.sync_ref import SyncRefModelCallback
@@ -67,6 +68,7 @@ class ReferencedTrainer(PreferenceTrainer):
         self.reference: Reference = self._asked
         self._ref_guard = LayoutGuard()
         self.add_callback(SameReference(fingerprint(self._asked, SAMPLE)))
+        self.add_callback(PreferenceAlarm())
         if self.args.precompute_ref_log_probs:
             self._precompute()
 

@@ -20,7 +20,12 @@ def told(caplog, logs) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-@pytest.mark.parametrize(("entry", "words"), [(IDLE, "exactly 0"), (SATURATED, "nothing is left to learn")])
+UNPAIRED = {"loss": 0.5, "rewards/margins": 0.0, "kl": 0.0, "learning_rate": 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"), [(IDLE, "exactly 0"), (SATURATED, "nothing is left to learn"), (UNPAIRED, "exactly 0")]
+)
 def test_it_warns_once_at_the_third_log(caplog, entry, words):
     messages = told(caplog, [entry] * 5)
     assert len(messages) == 1

@@ -188,6 +188,11 @@ class TestReference:
         with pytest.raises(ValueError, match="has no reference to update"):
             callback.on_train_begin(arguments(), state(), None, model=Line([0.0]))
 
+    @pytest.mark.parametrize("options", [{}, {"ref_model_update_freq": 1, "ref_model_update_after": 200}], ids=str)
+    def test_a_run_too_short_to_move_it_is_refused(self, options):
+        with pytest.raises(ValueError, match="would never move the reference in a run of 100 steps"):
+            self.callback(Line([9.0]), **options).on_train_begin(arguments(), state(max_steps=100), None, Line([0.0]))
+
     @pytest.mark.parametrize("option", ["ref_model_update_freq", "ref_model_update_after"])
     def test_options_without_effect_are_refused(self, option):
         with pytest.raises(ValueError, match="no effect with update_ref_model=False"):

@@ -23,8 +23,8 @@ def arguments(folder="unused"):
     return SimpleNamespace(output_dir=str(folder), fsdp=None, ref_model_sync_steps=2, ref_model_mixup_alpha=0.6)
 
 
-def state(step):
-    return TrainerState(global_step=step, is_world_process_zero=True)
+def state(step, max_steps=10):
+    return TrainerState(global_step=step, max_steps=max_steps, is_world_process_zero=True)
 
 
 def test_by_hand():
@@ -74,3 +74,8 @@ def test_a_reference_of_another_shape_is_refused(tiny_llama):
     callback = SyncRefModelCallback(Line(0.0))
     with pytest.raises(ValueError, match=r"it has no '.*lora_A.*' of the same shape \(8 of 8 trained weights"):
         callback.on_train_begin(arguments(), state(0), None, model=model)
+
+
+def test_a_run_too_short_to_move_is_refused():
+    with pytest.raises(ValueError, match="ref_model_sync_steps=2 would never move the reference in a run of 1 steps"):
+        SyncRefModelCallback(Line(0.0)).on_train_begin(arguments(), state(0, max_steps=1), None, model=Line(1.0))

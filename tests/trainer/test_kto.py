@@ -239,6 +239,12 @@ def test_imbalance_is_told(caplog):
     assert "desirable_weight between 3 and 3.99" in caplog.text
 
 
+def test_losses_of_batches_are_refused(train):
+    """Their baseline is that of the whole set."""
+    with pytest.raises(ValueError, match="this loss is one of the whole set"):
+        train(KTOTrainer, ROWS, include_for_metrics=["loss"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -169,3 +169,14 @@ def test_a_collator_of_the_users_is_refused(tiny_llama, bpe_tokenizer, tmp_path)
     args = DPOConfig(str(tmp_path), use_cpu=True, precompute_ref_log_probs=True)
     with pytest.raises(ValueError, match="a data_collator of your own need not heed"):
         DPOTrainer(tiny_llama, None, args, lambda rows: {}, train_dataset=PAIRS, processing_class=bpe_tokenizer)
+
+
+def test_fewer_rows_than_ranks(monkeypatch):
+    """Each rank has a row to ask about, and a row is there once."""
+    rows = Dataset.from_dict({"prompt_ids": [[1]], "chosen_ids": [[2, 3]], "rejected_ids": [[4]]})
+    monkeypatch.setattr("strop.trainer.precompute.gather_object", lambda own: own * 2)
+    for index in (0, 1):
+        scores = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])
+        columns = ReferenceColumns(lambda _, scores=scores: scores, "model", ("chosen", "rejected"), 4, 2, index)
+        found = columns(rows, "eval")
+        assert (found["ref_chosen_logps"][:], found["ref_rejected_logps"][:]) == ([[-1.0, -2.0]], [[-3.0]])
