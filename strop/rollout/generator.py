@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from strop.data.collate import TokenRow, collate
 from strop.models.attention import NAME
-from strop.models.forward import base_model, packing_obstacle
+from strop.models.forward import base_model, packing_obstacle, refuse_beyond_positions
 from strop.models.logps import logps
 from strop.models.verify import TOLERANCES, coarsest_dtype, evaluating
 from strop.rollout.generate import run_by_generate
@@ -48,12 +48,15 @@ class InProcessGenerator:
     ):
         self.tokenizer = tokenizer
         self.max_rows = max_rows
-        self._checked = False
-        self.sync(model)
+        self._take(model)
 
     def sync(self, model: nn.Module) -> None:
         """From now on, write with the weights of `model`, as they are whenever `generate` is called."""
-        self.model = model
+        if model is not self.model:
+            self._take(model)
+
+    def _take(self, model: nn.Module) -> None:
+        self.model, self._checked = model, False
         self.obstacle = serving_obstacle(model)
         if self.obstacle is not None:
             self._say_so()
@@ -71,6 +74,8 @@ class InProcessGenerator:
         stopping = Stopping(sampling, end_ids(self.model, self.tokenizer), self.tokenizer)
         with evaluating(self.model):
             written = waiting_rows(prompts, sampling, rows, max_tokens)
+            longest = max((len(row.prefix.token_ids) + row.max_tokens for row in written), default=0)
+            refuse_beyond_positions(self.model, longest, "generate")
             if self.obstacle is None:
                 self._run_stream(written, sampling, stopping)
             if self.obstacle is not None:
@@ -89,7 +94,7 @@ class InProcessGenerator:
         """Compare the log-probabilities of some rows with those of a training forward."""
         some = sorted(rows, key=lambda row: len(row.token_ids))[:CHECKED_ROWS]
         found = torch.tensor([x for row in some for x in row.logps])
-        expected = training_logps(self.model, some, sampling.temperature or 1.0).cpu()
+        expected = training_logps(without_replicas(self.model), some, sampling.temperature or 1.0).cpu()
         difference = (found - expected).abs()
         most, most_on_average = TOLERANCES[coarsest_dtype(self.model)]
         self._checked = bool(difference.max() <= most and difference.mean() <= most_on_average)

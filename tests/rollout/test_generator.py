@@ -237,6 +237,8 @@ def test_wrong_prompts_and_budgets_are_refused():
     with pytest.raises(ValueError, match=r"max_tokens\[0\]=11"):
         writer.generate([[1]], SAMPLED, max_tokens=[11])
     assert writer.generate([], SAMPLED) == []
+    with pytest.raises(ValueError, match="learned 128 positions"):
+        InProcessGenerator(causal_lm(FAMILIES["gpt2"]())).generate([[1] * 119], SAMPLED)
 
 
 def test_a_model_in_training_with_adapters_checkpointing_and_dropout(caplog):
@@ -296,6 +298,7 @@ def test_a_stream_that_disagrees_with_training_is_given_up(monkeypatch, caplog):
     writer = InProcessGenerator(model)
     with caplog.at_level(logging.WARNING):
         assert texts(writer.generate(PROMPTS, SAMPLED)) == texts(expected)
+        writer.sync(model)
         writer.generate(PROMPTS, SAMPLED)
     assert len(caplog.records) == 1
     assert "other log-probabilities than in training" in caplog.text
