@@ -149,6 +149,8 @@ def _missing(row: Row, columns: Sequence[str], missing: Sequence[str]) -> str:
 def _ranked(row: Row) -> list[Any]:
     """The row's completions, best first. Raises ValueError for fewer than two, for steps, and for scores that are
     equal."""
+    if isinstance(row["completions"], str):
+        raise ValueError("its completions are one text; write them as a list, the best first")
     completions = list(row["completions"])
     if len(completions) < 2:
         raise ValueError(f"it has {len(completions)} completions, but a ranking compares two or more. Drop the row")

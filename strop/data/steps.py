@@ -108,7 +108,7 @@ class StepMaker:
         if not ids:
             raise ValueError(
                 f"step_separator={self.recipe.step_separator!r} has no tokens, but the judgement of a step is read at "
-                "its last one; choose another, e.g. a line break"
+                "its last one; choose one that the tokenizer keeps, e.g. a special token of its vocabulary"
             )
         return ids
 
@@ -127,12 +127,12 @@ class StepMaker:
                 f"{sorted(name for name, value in row.items() if value is not None)}"
             )
         steps, prompt = list(row["completions"]), row["prompt"]
+        if isinstance(row["completions"], str) or not all(isinstance(step, str) for step in steps):
+            raise ValueError("its completions are no list of texts; write each step as one")
         if not steps or len(steps) != len(row["labels"]):
             raise ValueError(
                 f"it has {len(steps)} completions and {len(row['labels'])} labels; each step needs one label"
             )
-        if not all(isinstance(step, str) for step in steps):
-            raise ValueError("its completions are not all texts; write each step as one")
         if not isinstance(prompt, str):
             messages = messages_of(prompt, self.template.roles)
             prompt = self.template.conversation(row).render(messages, generation_prompt=True)

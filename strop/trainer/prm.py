@@ -1,6 +1,6 @@
 """Process reward models: a judgement of each step of a solution, trained by which steps are good."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,14 +125,14 @@ class PRMTrainer(PreferenceTrainer):
         steps, judgements = (pad_sequence(rows, batch_first=True, padding_value=IGNORE) for rows in both)
         return steps, judgements
 
-    def score(self, prompts: Iterable[Words], solutions: Iterable[Sequence[str]], **columns: Any) -> list[Tensor]:
+    def score(self, prompts: Sequence[Words], solutions: Sequence[Sequence[str]], **columns: Any) -> list[Tensor]:
         """For each solution, a list of steps, the probability that each step is good, (S,); see `strop.rewards`."""
         with self.compute_loss_context_manager():
             return score_steps(
                 self.model,
                 self.processing_class,
-                list(prompts),
-                list(solutions),
+                prompts,
+                solutions,
                 separator=self.args.step_separator,
                 batch_size=self.args.per_device_eval_batch_size,
                 template_options=self.args.chat_template_kwargs,

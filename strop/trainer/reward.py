@@ -1,7 +1,7 @@
 """Reward models: a score for each answer to a prompt, trained by which answer is preferred."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -166,7 +166,7 @@ class RewardTrainer(PreferenceTrainer):
         ranks = torch.arange(groups.shape[1], device=groups.device).expand_as(groups)
         return groups.masked_fill(mask == 0, IGNORE), ranks.masked_fill(mask == 0, IGNORE)
 
-    def score(self, prompts: Iterable[Words] | None, completions: Iterable[Words], **columns: Any) -> Tensor:
+    def score(self, prompts: Sequence[Words] | None, completions: Sequence[Words], **columns: Any) -> Tensor:
         """(N,): the scores of completions, one a prompt, prepared as training rows are; see `strop.rewards`.
 
         Rows longer than max_length are cut only where training cut them (overlong="truncate").
@@ -174,13 +174,12 @@ class RewardTrainer(PreferenceTrainer):
         recipe = PreferenceRecipe.of(self.args)
         if recipe.overlong != "truncate":
             recipe = replace(recipe, max_length=None, overlong="truncate")
-        prompts = prompts if prompts is None else list(prompts)
         with self.compute_loss_context_manager():
             return score(
                 self.model,
                 self.processing_class,
                 prompts,
-                list(completions),
+                completions,
                 batch_size=self.args.per_device_eval_batch_size,
                 recipe=recipe,
                 layout=scoring_layout(self),

@@ -126,6 +126,7 @@ class TestDialects:
     @pytest.mark.parametrize(
         ("more", "why"),
         [
+            ({"completions": "ab"}, "are one text; write them as a list"),
             ({"completions": ["a"]}, "has 1 completions, but a ranking compares two"),
             ({"completions": ["a", "b"], "scores": [1, 1]}, r"scores \[1, 1\] tie"),
             ({"completions": ["a", "b"], "scores": [1]}, "each of its 2 completions needs a number"),

@@ -108,6 +108,7 @@ def test_preparing_twice_is_preparing_once_and_streams_are_like_sets(bpe_tokeniz
         (ROW | {"labels": [True]}, "has 2 completions and 1 labels"),
         (ROW | {"labels": ["+", "-"]}, r"its label is '\+'"),
         (ROW | {"completions": [], "labels": []}, "has 0 completions"),
+        (ROW | {"completions": "ab"}, "are no list of texts"),
         ({"prompt": "x", "completions": ["a"]}, "labels is not among"),
         ({"input_ids": [1, 2], "labels": [1, 2]}, r"has the labels \[2\]"),
         ({"input_ids": [1, 2], "labels": [1]}, "has 2 input_ids and 1 labels"),
@@ -119,7 +120,7 @@ def test_rows_that_judge_no_steps(bpe_tokenizer, row, why):
 
 
 def test_a_separator_without_tokens(bpe_tokenizer):
-    with pytest.raises(ValueError, match="step_separator='' has no tokens"):
+    with pytest.raises(ValueError, match=r"step_separator='' has no tokens.*one that the tokenizer keeps"):
         prepare([ROW], bpe_tokenizer, step_separator="")
 
 

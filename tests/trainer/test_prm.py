@@ -89,6 +89,8 @@ def test_the_loss_is_the_mean_over_steps(judge, bpe_tokenizer, tmp_path):
     """-log p(label) of each of the six steps, from the probabilities that `score` gives; as much each, whatever row."""
     trainer = trainer_of(judge, bpe_tokenizer, tmp_path)
     good = trainer.score(ROWS["prompt"], ROWS["completions"])
+    with pytest.raises(ValueError, match="no list of texts; write each step as one"):
+        trainer.score(["x"], ["one step"])
     assert [len(steps) for steps in good] == [2, 1, 3]
     pairs = [(p.item(), y) for row, labels in zip(good, ROWS["labels"], strict=True) for p, y in zip(row, labels)]  # noqa: B905
     trainer.train()

@@ -300,6 +300,8 @@ def test_scores_are_of_the_tokens_that_training_saw(reward_model, bpe_tokenizer,
     torch.testing.assert_close(trainer.score(None, wholes), chosen, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="prompt: list of 1, completion: list of 2"):
         trainer.score(["a"], ["b", "c"])
+    with pytest.raises(ValueError, match="in lists; but here are prompt: str of 2, completion: str of 2"):
+        trainer.score("ab", "cd")
 
 
 def test_messages_are_scored_as_they_are_trained(reward_model, bpe_tokenizer, tmp_path):
