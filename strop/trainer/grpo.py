@@ -128,10 +128,11 @@ class GRPOTrainer(OnPolicyTrainer):
 
     def _check_sampler(self) -> None:
         if self.samples_itself:
-            options = [f for f in fields(GRPOConfig) if f.name.startswith("vllm_importance_sampling_")]
+            names = ("mode", "clip_min", "clip_max")
+            options = {f.name: f.default for f in fields(GRPOConfig)}
             checks.no_effect(
                 self.args,
-                {f.name: f.default for f in options},
+                {f"vllm_importance_sampling_{name}": options[f"vllm_importance_sampling_{name}"] for name in names},
                 "generation by the model in training, whose log-probabilities need no correction",
             )
 
@@ -161,12 +162,11 @@ class GRPOTrainer(OnPolicyTrainer):
 
     def look_ahead(self, batches: list[Batch]) -> None:
         self.settle_entropy()
-        threshold, tokens = None, None
-        if self.args.top_entropy_quantile < 1:
-            threshold, tokens = self._entropy_threshold(batches)
         weight = self.controller.weight if self.args.use_adaptive_entropy else self.args.entropy_coef
         for batch in batches:
-            batch |= {"entropy_threshold": threshold, "entropy_tokens": tokens, "entropy_weight": weight}
+            batch["entropy_weight"] = weight
+        if self.args.top_entropy_quantile < 1:
+            self._select_tokens(batches)
         if self.has_bonus:
             self._measure({"policy_loss": (0.0, 1.0), "entropy_coef": (self.controller.coef, 1.0)})
 
@@ -181,17 +181,20 @@ class GRPOTrainer(OnPolicyTrainer):
         if self.args.use_adaptive_entropy and mean is not None:
             self.controller = self.controller.after(mean)
 
-    def _entropy_threshold(self, batches: list[Batch]) -> tuple[Tensor, int]:
-        """The entropy that the trained tokens of the whole step have at least, and how many they are."""
+    def _select_tokens(self, batches: list[Batch]) -> None:
+        """Tell each micro-batch which of its tokens have the highest entropies of the step, and how many are so."""
         found = []
         self.model_wrapped.train()
         with torch.no_grad(), self.compute_loss_context_manager():
             for batch in batches:
                 scores = logps(self.model_wrapped, batch, temperature=batch["temperature"], entropy=True)
-                found.append(scores.entropy[batch["completion_mask"].bool()].float().cpu())
-        every = torch.cat([part for several in gather_object([found]) for part in several])
+                found.append(scores.entropy.cpu())
+        own = [e[batch["completion_mask"].bool().cpu()] for e, batch in zip(found, batches, strict=True)]
+        every = torch.cat([part for several in gather_object([own]) for part in several])
         threshold = entropy_threshold(every, torch.ones_like(every), self.args.top_entropy_quantile)
-        return threshold, int((every >= threshold).sum())
+        for batch, entropy in zip(batches, found, strict=True):
+            batch["entropy_keep"] = top_entropy_keep(entropy, batch["completion_mask"].cpu(), threshold)
+            batch["entropy_tokens"] = int((every >= threshold).sum())
 
     def rollout_state(self) -> dict[str, Any]:
         return super().rollout_state() | {"entropy": asdict(self.controller)}
@@ -250,15 +253,17 @@ class GRPOTrainer(OnPolicyTrainer):
                 off_policy_keep(scores.logps, sampling, batch["advantages"], mask, args.off_policy_mask_threshold)
             )
         if args.top_entropy_quantile < 1:
-            parts.append(top_entropy_keep(scores.entropy, mask, self._threshold(scores.entropy, batch)))
+            parts.append(self.top_entropy(scores, batch))
         return None if not parts else parts[0] if len(parts) == 1 else parts[0] * parts[1]
 
-    def _threshold(self, entropy: Tensor, batch: Batch) -> Tensor:
-        """Of the whole step; in evaluation, of the batch."""
-        known = batch.get("entropy_threshold")
-        if known is None:
-            return entropy_threshold(entropy, batch["completion_mask"], self.args.top_entropy_quantile)
-        return known.to(entropy.device)
+    def top_entropy(self, scores: TokenScores, batch: Batch) -> Tensor:
+        """(B, T): 1 on the tokens of highest entropy, of the whole step; in evaluation, of the batch."""
+        if "entropy_keep" in batch:
+            return batch["entropy_keep"].to(scores.entropy.device)
+        mask = batch["completion_mask"]
+        return top_entropy_keep(
+            scores.entropy, mask, entropy_threshold(scores.entropy, mask, self.args.top_entropy_quantile)
+        )
 
     def penalty(self, sampled: Sampled, batch: Batch) -> tuple[Tensor | None, Metrics]:
         """beta KL of each token, (B, T), and its metric."""
@@ -277,8 +282,7 @@ class GRPOTrainer(OnPolicyTrainer):
         if not self.has_bonus or self._is_evaluating:
             return 0.0, {}
         mask, tokens = batch["completion_mask"], counts.tokens
-        if batch["entropy_tokens"] is not None:
-            mask = top_entropy_keep(scores.entropy, mask, self._threshold(scores.entropy, batch))
-            tokens = batch["entropy_tokens"]
+        if "entropy_tokens" in batch:
+            mask, tokens = self.top_entropy(scores, batch), batch["entropy_tokens"]
         share = masked_sum(scores.entropy, mask) / max(tokens, 1)
         return batch["entropy_weight"] * share, {"policy_loss": (loss, 0.0)}

@@ -47,7 +47,7 @@ def golden_batch(args, policy, inputs):
         batch["ref_logps"] = inputs["ref_per_token_logps"]
     if "correction" in args or args.get("sampling_logps_in_inputs"):
         batch["sampling_logps"] = inputs["sampling_per_token_logps"]
-    return batch | {"entropy_threshold": None, "entropy_tokens": None, "entropy_weight": 0.0}
+    return batch
 
 
 def golden_config(args):

@@ -1,0 +1,89 @@
+"""A run killed in the middle of a block, or of its reuse, continues bit for bit."""
+
+import functools
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from strop.trainer.grpo import GRPOTrainer
+from strop.trainer.rloo import RLOOTrainer
+
+STEPS = 7
+KINDS = {
+    "block of four steps": (GRPOTrainer, {"steps_per_generation": 4, "num_train_epochs": 4}),
+    "used twice": (GRPOTrainer, {"steps_per_generation": 2, "num_iterations": 2, "beta": 0.1}),
+    "steps that span blocks": (GRPOTrainer, {"gradient_accumulation_steps": 2, "steps_per_generation": 3}),
+    "adaptive entropy": (
+        GRPOTrainer,
+        {"use_adaptive_entropy": True, "entropy_coef_delta": 0.1, "entropy_target": 9.0, "steps_per_generation": 2},
+    ),
+    "stream": (GRPOTrainer, {"steps_per_generation": 2}),
+    "moving reference": (RLOOTrainer, {"sync_ref_model": True, "ref_model_sync_steps": 2, "steps_per_generation": 3}),
+    "dynamic": (GRPOTrainer, {"dynamic_sampling_rounds": 2, "steps_per_generation": 2}),
+}
+
+
+class KillAt(TrainerCallback):
+    """kill -9 at the end of a step."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_run_goes_on_bit_for_bit(kind, make_rollout_trainer, prompts, tmp_path):
+    trainer_class, config = KINDS[kind]
+    common = {"generator": None, "max_steps": STEPS, "learning_rate": 0.5, "save_strategy": "steps", "save_steps": 1}
+    common |= {"logging_steps": 2, "rows": prompts.to_iterable_dataset() if kind == "stream" else None}
+    make = functools.partial(make_rollout_trainer, trainer_class, **common | config)
+    whole = make(output_dir=str(tmp_path / "whole"))
+    whole.train()
+
+    def killed():
+        torch.set_num_threads(1)
+        make(output_dir=str(tmp_path / "killed"), more={"callbacks": [KillAt(4)]}).train()
+
+    process = multiprocessing.get_context("fork").Process(target=killed)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    resumed = make(output_dir=str(tmp_path / "killed"))
+    resumed.train(resume_from_checkpoint=True)
+    for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert logs(whole) == logs(resumed)
+    assert rollouts(tmp_path / "whole") == rollouts(tmp_path / "killed")
+
+
+def logs(trainer):
+    left_out = ("step_time", "runtime", "second", "flos")
+    return [
+        {name: value for name, value in log.items() if not any(word in name for word in left_out)}
+        for log in trainer.state.log_history
+        if "loss" in log
+    ]
+
+
+def rollouts(folder: Path):
+    return {
+        file.name: [json.loads(line) for line in file.read_text().splitlines()]
+        for file in sorted(folder.glob("rollouts/*"))
+    }
+
+
+def test_a_checkpoint_without_rollouts_is_refused(make_rollout_trainer, tmp_path):
+    make = functools.partial(make_rollout_trainer, GRPOTrainer, generator=None, save_strategy="steps", save_steps=1)
+    make(max_steps=1).train()
+    (tmp_path / "run" / "checkpoint-1" / "rollouts.json").unlink()
+    with pytest.raises(ValueError, match=r"there is no .*rollouts\.json"):
+        make(max_steps=2).train(resume_from_checkpoint=True)
