@@ -43,6 +43,9 @@ from .ratios import ratio_metrics, sampling_metrics
 
 __all__ = ["GRPOConfig", "GRPOTrainer"]
 
+TIE = 1e-5
+"""Entropies, in nats, no farther apart than this are equal, as those of a group's first tokens are but for rounding."""
+
 
 @accepts_old_names
 class GRPOTrainer(OnPolicyTrainer):
@@ -191,7 +194,7 @@ class GRPOTrainer(OnPolicyTrainer):
                 found.append(scores.entropy.cpu())
         own = [e[batch["completion_mask"].bool().cpu()] for e, batch in zip(found, batches, strict=True)]
         every = torch.cat([part for several in gather_object([own]) for part in several])
-        threshold = entropy_threshold(every, torch.ones_like(every), self.args.top_entropy_quantile)
+        threshold = entropy_threshold(every, torch.ones_like(every), self.args.top_entropy_quantile) - TIE
         for batch, entropy in zip(batches, found, strict=True):
             batch["entropy_keep"] = top_entropy_keep(entropy, batch["completion_mask"].cpu(), threshold)
             batch["entropy_tokens"] = int((every >= threshold).sum())
