@@ -67,7 +67,6 @@ class ReferencedTrainer(PreferenceTrainer):
         """Who computes log-probabilities; None if no one can any more."""
         self.reference: Reference = self._asked
         self._ref_guard = LayoutGuard()
-        self.add_callback(SameReference(fingerprint(self._asked, SAMPLE)))
         self.add_callback(PreferenceAlarm())
         if self.args.precompute_ref_log_probs:
             self._precompute()
@@ -111,6 +110,8 @@ class ReferencedTrainer(PreferenceTrainer):
             callback.reference = reference
         if self.args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(reference))
+        if not movers:  # one that moves is in the checkpoints
+            self.add_callback(SameReference(fingerprint(reference, SAMPLE)))
         return reference
 
     @property

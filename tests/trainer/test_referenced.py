@@ -147,6 +147,18 @@ def test_the_reference_follows_the_policy(tiny_llama, bpe_tokenizer, tmp_path, p
         torch.testing.assert_close(moved[name], 0.6 * policy.detach() + 0.4 * start[name])
 
 
+def test_a_run_resumes_with_the_moving_reference_of_its_checkpoint(tiny_llama, bpe_tokenizer, tmp_path):
+    """Whatever the adapter that it is given began with."""
+    options = {"sync_ref_model": True, "ref_model_sync_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    weights = []
+    for resume in (None, str(tmp_path / "checkpoint-1")):
+        model = get_peft_model(copy.deepcopy(tiny_llama), LORA)  # its A drawn anew
+        trainer = build(model, bpe_tokenizer, tmp_path, **options)
+        trainer.train(resume_from_checkpoint=resume)
+        weights.append({"policy": model.state_dict(), "reference": trainer.reference.weights})
+    torch.testing.assert_close(*weights)
+
+
 def test_a_given_reference_follows_an_adapter_only_if_it_has_one(tiny_llama, bpe_tokenizer, tmp_path):
     options = {"sync_ref_model": True, "ref_model_sync_steps": 1}
     adapted = get_peft_model(other(tiny_llama), LORA)
