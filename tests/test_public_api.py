@@ -17,6 +17,10 @@ TRL_NAMES = {
     "BEMACallback",
     "DPOConfig",
     "DPOTrainer",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "RLOOConfig",
+    "RLOOTrainer",
     "KTOConfig",
     "KTOTrainer",
     "LogCompletionsCallback",
@@ -67,7 +71,8 @@ def test_lazy_packages_hold_what_they_list(module):
 
 
 EXPERIMENTAL = {
-    method.lower(): {f"{method}Config", f"{method}Trainer"} for method in ["BCO", "CPO", "KTO", "ORPO", "PRM", "TPO"]
+    method.lower(): {f"{method}Config", f"{method}Trainer"}
+    for method in ["BCO", "CPO", "KTO", "ORPO", "PRM", "SimPO", "TPO"]
 }
 EXPERIMENTAL["bema_for_ref_model"] = {"BEMACallback", "DPOTrainer"}
 
