@@ -73,7 +73,7 @@ def trainer_of(method: str, args: argparse.Namespace, train: Dataset, is_encoder
     if method == "dpo":
         config = DPOConfig(**settings, beta=args.beta)
         return DPOTrainer(model=args.model, args=config, train_dataset=train, peft_config=lora())
-    config = RewardConfig(**settings, center_rewards_coefficient=0.01)
+    config = RewardConfig(**settings, center_rewards_coefficient=0.01, overlong="truncate")  # all pairs are measured
     adapter = None if is_encoder else lora()
     return RewardTrainer(model=args.model, args=config, train_dataset=train, peft_config=adapter)
 
@@ -104,10 +104,11 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--train_pairs", type=int, help="train on so many, drawn at random")
     parser.add_argument("--test_pairs", type=int, help="measure on so many, drawn at random")
     args = parser.parse_args(words)
-    is_chat = AutoTokenizer.from_pretrained(args.model).chat_template is not None
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    is_chat, is_encoder = tokenizer.chat_template is not None, tokenizer.cls_token is not None
     train, test = pairs(args.train, is_chat, args.train_pairs), pairs(args.test, is_chat, args.test_pairs)
     questions = [str(prompt) for prompt in test["prompt"]]
-    trainer = trainer_of(args.method, args, train, is_encoder=not is_chat)
+    trainer = trainer_of(args.method, args, train, is_encoder)
     trainer.train()
     trainer.save_model()
     report(trainer.predict(test).predictions.tolist(), questions)

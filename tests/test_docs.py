@@ -101,6 +101,16 @@ def test_the_example_on_preferences_runs(workplace, tiny_folder, method, options
     assert (workplace / "out" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.parametrize("method", ["dpo", "reward"])
+def test_the_example_on_preferences_measures_long_pairs_too(method, workplace, tiny_folder, capsys):
+    example = runpy.run_path(str(REPOSITORY / "examples" / "preferences.py"))
+    pair = json.loads((workplace / "pairs.jsonl").read_text())
+    rows = [pair, {**pair, "chosen": " Ice is cold." * 200}]
+    (workplace / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    example["main"]([method, "--model", str(tiny_folder), "--train", "pairs.jsonl", "--test", "long.jsonl"])
+    assert "of 2 held-out pairs are in the right order" in capsys.readouterr().out
+
+
 def test_the_intervals_of_the_example_are_those_of_the_textbook():
     example = runpy.run_path(str(REPOSITORY / "examples" / "preferences.py"))
     # Wilson 1927 at 8 of 10: (0.8 + 0.19208) / 1.38416 -+ 1.96 / 1.38416 * sqrt(0.016 + 0.009604)
