@@ -72,10 +72,9 @@ class CPOTrainer(PreferenceTrainer):
     Rows are those of DPO: `prompt`, `chosen` and `rejected`. `predict` returns, and `compute_metrics` reads, the
     rewards (rows, 2) of chosen and rejected; labels are 0, the chosen's column.
 
-    Metrics: `rewards/chosen`, `rewards/rejected` (beta log pi
-    of completions, summed or averaged over tokens as the loss reads them), `rewards/margins`, `rewards/accuracies`
-    (ties count half), `logps/chosen`, `logps/rejected`, `nll_loss` of the chosen tokens, `entropy` (nats) of all
-    completions' tokens, `num_tokens`.
+    Metrics: `rewards/chosen`, `rewards/rejected` (beta log pi of completions, summed or averaged over tokens as the
+    loss reads them), `rewards/margins`, `rewards/accuracies` (ties count half), `logps/chosen`, `logps/rejected`,
+    `nll_loss` of the chosen tokens, `entropy` (nats) of all completions' tokens, `num_tokens`.
     """
 
     config_class = CPOConfig

@@ -15,6 +15,7 @@ from strop.callbacks.state import refuse_shards
 from strop.callbacks.sync_ref import SyncRefModelCallback
 from strop.data.collate import Batch
 from strop.data.preference import PreferenceCollator
+from strop.models.adapters import is_peft
 from strop.models.arguments import ReferenceArguments
 from strop.models.forward import base_model
 from strop.models.load import load_model
@@ -99,6 +100,7 @@ class ReferencedTrainer(PreferenceTrainer):
                 "BEMACallback(update_ref_model=True) moves the reference, and so would a second one or "
                 "sync_ref_model=True, while precompute_ref_log_probs=True asks it only once; keep one of them."
             )
+        refuse_second_model_of_shards(self.model, self._ref_model)
         reference = reference_for(
             self.model, self._ref_model, moving=bool(movers), copied=not self.args.precompute_ref_log_probs
         )
@@ -196,6 +198,17 @@ class SameReference(TrainerCallback, ExportableState):
                 "log-ratios would be others. Pass the model (and ref_model) that it began with, not a checkpoint: "
                 "resume_from_checkpoint loads the trained weights"
             )
+
+
+def refuse_second_model_of_shards(model: Module, ref_model: Module | None) -> None:
+    """Refuse, with ZeRO-3, a reference that is a model of its own: no engine would put its weights together."""
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    if is_deepspeed_zero3_enabled() and (ref_model is not None or not is_peft(model)):
+        raise ValueError(
+            "the reference would be a second model, and ZeRO-3 leaves each process a part of its weights. Train a new "
+            "adapter (peft_config), whose reference is the model without it, or run with DDP or ZeRO-2"
+        )
 
 
 def is_placed(model: Module) -> bool:

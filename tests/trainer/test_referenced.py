@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Ll
 from strop import BEMACallback
 from strop.models.reference import AdapterOff, FrozenModel, FrozenWeights
 from strop.trainer.dpo import DPOConfig, DPOTrainer
+from strop.trainer.referenced import refuse_second_model_of_shards
 
 PAIRS = Dataset.from_list(
     [
@@ -157,6 +158,15 @@ def test_a_run_resumes_with_the_moving_reference_of_its_checkpoint(tiny_llama, b
         trainer.train(resume_from_checkpoint=resume)
         weights.append({"policy": model.state_dict(), "reference": trainer.reference.weights})
     torch.testing.assert_close(*weights)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_second_model_of_shards_is_refused(tiny_llama, given, monkeypatch):
+    """And not the model without its new adapter."""
+    monkeypatch.setattr("transformers.integrations.is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(ValueError, match="ZeRO-3 leaves each process a part"):
+        refuse_second_model_of_shards(tiny_llama, other(tiny_llama) if given else None)
+    refuse_second_model_of_shards(get_peft_model(tiny_llama, LORA), None)
 
 
 def test_a_given_reference_follows_an_adapter_only_if_it_has_one(tiny_llama, bpe_tokenizer, tmp_path):
