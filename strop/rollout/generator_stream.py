@@ -169,6 +169,7 @@ class Head:
 
     def _products(self, states: Tensor) -> Tensor:
         """A part of the vocabulary at a time: a fifth faster for 32 rows on a CPU, where such a part stays near."""
+        assert isinstance(self.module, nn.Linear)
         weight, bias = self.module.weight, self.module.bias
         vocab_size = len(weight)
         logits = self._buffer(len(states), vocab_size, weight.dtype, weight.device)
