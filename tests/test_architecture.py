@@ -52,6 +52,7 @@ OPTIONAL = {
 FORBIDDEN_NAMES = re.compile(r"^_?(get|maybe)_|(^|_)tmp(_|$)")
 GIVEN_NAMES = {
     *("get_batch_samples", "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "_get_output_dir"),
+    *("_get_eval_sampler", "_get_train_sampler"),
     *("get_cosine_scaled_reward", "get_repetition_penalty_reward", "get_soft_overlong_punishment"),
     *("get_dataset", "get_kbit_device_map", "get_peft_config", "get_quantization_config"),
     *("maybe_apply_chat_template", "maybe_convert_to_chatml"),

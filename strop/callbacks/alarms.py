@@ -1,4 +1,4 @@
-"""What a preference run's log gives away before its user sees it."""
+"""What a run's log gives away before its user sees it."""
 
 import logging
 
@@ -38,4 +38,26 @@ class PreferenceAlarm(TrainerCallback):
                 "pairs, and likelihoods go on falling. Stop here, or raise beta (%g), lower learning_rate, or look "
                 "for what gives the rejected away (length, markup, a truncated end)",
                 state.global_step, self.patience, args.beta,
+            )  # fmt: skip
+
+
+class RolloutAlarm(TrainerCallback):
+    """Warns, once, when `patience` logs in a row show rollouts that are cut off and all worth the same."""
+
+    def __init__(self, patience: int = 3):
+        self.patience = patience
+        self.dead = 0
+        """Logs in a row with nine of ten completions cut off at least, and no difference in reward."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not logs or "loss" not in logs or "completions/clipped_ratio" not in logs:
+            return
+        is_dead = logs["completions/clipped_ratio"] >= 0.9 and not logs.get("reward_std")
+        self.dead = self.dead + 1 if is_dead else 0
+        if self.dead == self.patience and state.is_world_process_zero:
+            logger.warning(
+                "step %d: in %d logs in a row completions/clipped_ratio was %.2g and reward_std 0: almost every "
+                "completion is cut off before its end and earns the same, so nothing is learnt. Raise "
+                "max_completion_length (%d), or ask for shorter answers",
+                state.global_step, self.patience, logs["completions/clipped_ratio"], args.max_completion_length,
             )  # fmt: skip

@@ -3,12 +3,13 @@
 rollouts  --rewards, ADVANTAGES-->  advantages  --POLICY_LOSSES-->  loss + beta KL - entropy_coef entropy
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from datasets import IterableDataset
 from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
@@ -84,6 +85,8 @@ class GRPOTrainer(OnPolicyTrainer):
         optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
     ):
         self._played_by = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
+        if train_dataset is None and callable(environment_factory):
+            train_dataset = IterableDataset.from_generator(empty_prompts)
         super().__init__(
             model,
             reward_funcs,
@@ -289,3 +292,9 @@ class GRPOTrainer(OnPolicyTrainer):
             mask, tokens = self.top_entropy(scores, batch), batch["entropy_tokens"]
         share = masked_sum(scores.entropy, mask) / max(tokens, 1)
         return batch["entropy_weight"] * share, {"policy_loss": (loss, 0.0)}
+
+
+def empty_prompts() -> Iterator[dict[str, Any]]:
+    """Rows without end for environments that say what there is to do when they are reset."""
+    while True:
+        yield {"prompt": [{"role": "user", "content": ""}]}

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from strop.callbacks.alarms import RolloutAlarm
 from strop.callbacks.sync_ref import SyncRefModelCallback
 from strop.data.collate import Batch
 from strop.data.prepare import as_dataset
@@ -128,6 +129,7 @@ class OnPolicyTrainer(BaseTrainer):
         self.reference: Computed | None = self._settled_reference() if args.beta else None
         self.is_exact: bool | None = None
         """Whether the generator says what a training forward says; None until the first completions are compared."""
+        self.add_callback(RolloutAlarm())
         self._restart()
 
     # What a run is made of

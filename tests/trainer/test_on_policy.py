@@ -223,6 +223,18 @@ def test_dynamic_sampling_gives_up(make, bpe_tokenizer):
     assert steps(trainer)[0]["frac_reward_zero_std"] == 1
 
 
+def test_a_run_that_cannot_learn_is_told(make, caplog, bpe_tokenizer):
+    class Endless(Constant):
+        def generate(self, prompts, sampling, *, rows=None, max_tokens=None):
+            return [Completion([7] * sampling.max_tokens, [-1.0] * sampling.max_tokens, "length") for _ in prompts]
+
+    with caplog.at_level(logging.WARNING):
+        make(
+            generator=Endless(bpe_tokenizer), rewards=lambda completions, **_: [0.0] * len(completions), max_steps=5
+        ).train()
+    assert caplog.text.count("Raise max_completion_length (6)") == 1
+
+
 # Evaluation
 
 
