@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from strop.data.chat import ChatTemplate
 from strop.rollout.encode import Encoder
 from strop.rollout.episodes_tools import TURNS, Seam, ToolEpisodes
-from strop.rollout.parsing import PROBE_SCHEMA, bare_json, tool_call_json
+from strop.rollout.generator import InProcessGenerator
+from strop.rollout.parsing import PROBE_SCHEMA, Reply, ToolCall, bare_json, tool_call_json
 from strop.rollout.tools import ToolResult
 from strop.rollout.types import Sampling
 
@@ -368,3 +369,32 @@ def test_ranks_with_parts_of_a_model_generate_together(scripted, tokenizer, monk
     (rollout,) = ToolEpisodes(generator, Encoder(tokenizer), TOOLS).roll_out([ROW], [0], Sampling())
     assert [len(asked) for asked in generator.asked] == [1, 0]
     assert rollout.completion == [{"role": "assistant", "content": "12"}]
+
+
+# ---- With a model ----
+
+
+def test_log_probabilities_of_later_turns_are_those_of_a_training_forward(tiny_llama, tokenizer):
+    """A model that calls a tool whatever it writes."""
+
+    def now() -> str:
+        """Tells the time."""
+        return "noon"
+
+    episodes = ToolEpisodes(InProcessGenerator(tiny_llama, tokenizer), Encoder(tokenizer), [now], max_turns=2)
+    assert episodes.seam is not None
+    episodes.seam.syntax = lambda text, schemas: Reply(text, [ToolCall("now", {})])
+    sampling = Sampling(max_tokens=200, seed=3, stop_token_ids=tuple(range(100, 200)))
+    rollouts = episodes.roll_out([ROW] * 3, [5, 6, 7], sampling)
+    for rollout in rollouts:
+        assert rollout.metrics["tools/call_frequency"] == (2, 1)
+        ids = torch.tensor([rollout.token_ids])
+        with torch.no_grad():
+            logps = tiny_llama(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+        mask = torch.tensor(rollout.completion_mask[1:]).bool()
+        said = torch.tensor(rollout.logps[1:])
+        torch.testing.assert_close(said[mask], logps[mask], rtol=0, atol=1e-5)
+        assert (said[~mask] == 0).all()
+    assert len({tuple(rollout.completion_ids) for rollout in rollouts}) == 3
+    (alone,) = episodes.roll_out([ROW], [6], sampling)
+    assert alone.token_ids == rollouts[1].token_ids
