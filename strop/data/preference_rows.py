@@ -428,7 +428,7 @@ def as_label(value: Any) -> bool:
     """A label as True or False. Raises ValueError for what is neither one of them nor 1 or 0."""
     if isinstance(value, int) and value in (0, 1):
         return bool(value)
-    raise ValueError(f"its label is {value!r}, which says neither good nor bad; write true or false (1 or 0)")
+    raise ValueError(f"its label is {value!r}; write true for a good one and false for a bad one (or 1 and 0)")
 
 
 def as_number(name: str, value: Any) -> float | bool:

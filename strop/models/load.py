@@ -250,11 +250,11 @@ def check_labels(path: str, config: PreTrainedConfig, auto_class: type, num_labe
             "a model of another one, or pass an object with a head of your own, called `score`, and num_labels in its "
             "config."
         )
-    ending = auto_class.__name__.removeprefix("AutoModel")
-    if (config.architectures or [""])[0].endswith(ending) and config.num_labels != num_labels:
+    saved = (config.architectures or [""])[0]
+    if saved.endswith(("ForSequenceClassification", "ForTokenClassification")) and config.num_labels != num_labels:
         raise ValueError(
-            f"{path!r} was saved with num_labels={config.num_labels}, but num_labels={num_labels} is wanted here; "
-            "start from the language model it was made from, which gets a new head."
+            f"{path!r} is a {saved}, saved with num_labels={config.num_labels}, but num_labels={num_labels} is wanted "
+            "here; start from the language model it was made from, which gets a new head."
         )
 
 

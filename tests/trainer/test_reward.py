@@ -12,6 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import (
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
@@ -401,3 +402,7 @@ def test_a_saved_classifier_of_other_labels_is_refused(reward_model, bpe_tokeniz
     reward_model.save_pretrained(tmp_path / "three")
     with pytest.raises(ValueError, match="saved with num_labels=3, but num_labels=1 is wanted"):
         RewardTrainer(str(tmp_path / "three"), config(tmp_path), train_dataset=PAIRS, processing_class=bpe_tokenizer)
+    reward_model.config.num_labels = 2
+    AutoModelForTokenClassification.from_config(reward_model.config).save_pretrained(tmp_path / "steps")
+    with pytest.raises(ValueError, match="is a LlamaForTokenClassification, saved with num_labels=2, but num_labels=1"):
+        RewardTrainer(str(tmp_path / "steps"), config(tmp_path), train_dataset=PAIRS, processing_class=bpe_tokenizer)
