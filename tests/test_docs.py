@@ -133,6 +133,15 @@ def test_the_pairs_of_the_example_are_right_against_wrong(tmp_path):
     assert (tmp_path / "pairs" / "train.jsonl").read_text() == ""
 
 
+def test_the_example_of_an_agent_runs(workplace):
+    example = runpy.run_path(str(REPOSITORY / "examples" / "calculator_agent.py"))
+    assert example["calculator"]("37 * 48") == 1776
+    trainer = example["agent"](example["imitate"]("out", num=64, steps=1), "out", steps=1, heldout=2)
+    trainer.args.max_completion_length = 12
+    trainer.train()
+    assert trainer.state.log_history[0]["reward"] == 0  # so soon
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#]+)", page.read_text())
