@@ -160,7 +160,7 @@ def agent(imitator: SFTTrainer, folder: str, steps: int, heldout: int) -> GRPOTr
 
 
 def main(
-    folder: str = "calculator-agent", *, imitation_steps: int = 400, steps: int = 60, heldout: int = 128
+    folder: str = "calculator-agent", *, imitation_steps: int = 400, steps: int = 30, heldout: int = 128
 ) -> dict[str, float]:
     """Imitate, then learn from rewards; what was right and called, before and after."""
     trainer = agent(imitate(folder, steps=imitation_steps), folder, steps, heldout)
