@@ -261,7 +261,7 @@ class OnPolicyTrainer(BaseTrainer):
     def _scored(self, rows: Sequence[dict], numbers: Sequence[int], sampling: Sampling) -> list[Rollout]:
         """One rollout a row, with its rewards."""
         self.generator.sync(self.model)
-        with self.compute_loss_context_manager():
+        with self.accelerator.autocast():  # so that the generator knows how exact a forward is
             rollouts = self.episodes.roll_out(rows, numbers, sampling)
         if self.rewards is None:
             return rollouts
@@ -413,7 +413,7 @@ class OnPolicyTrainer(BaseTrainer):
         for start in range(0, max(largest, 1), size):
             part = rollouts[start : start + size]
             batch = self.read(self._prepare_inputs(self.batch_of([Experience.of(rollout) for rollout in part])))
-            with torch.no_grad(), self.compute_loss_context_manager():
+            with torch.no_grad(), self.accelerator.autocast():  # the reference computes as the policy does
                 values = iter(read(batch).tolist())
             for rollout in part:
                 length = len(rollout.completion_ids)
