@@ -147,6 +147,13 @@ class GRPOConfig(OnPolicyConfig):
         checks.no_effect(self, unused, f"loss_type={self.loss_type!r}, which doesn't use it")
         checks.at_least("epsilon", self.epsilon, 0)
         checks.at_least("epsilon_high", self.epsilon_high, 0)
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
+            checks.positive(name, getattr(self, name))
+        if self.delta is not None and self.delta <= 1:
+            raise ValueError(
+                f"delta={self.delta} would stop every gradient of a policy that hasn't moved, as it bounds ratios from "
+                "above and that policy's are 1; take 2 or 4, say."
+            )
         if loss.surrogate is cispo and self.epsilon_high is not None and self.epsilon_high < 1:
             raise ValueError(
                 f"epsilon_high={self.epsilon_high} would scale every gradient of loss_type={self.loss_type!r} by it: "
@@ -166,7 +173,9 @@ class GRPOConfig(OnPolicyConfig):
             checks.no_effect(self, {"scale_rewards": "group"}, cause)
         if self.multi_objective_aggregation == "normalize_then_sum":
             checks.no_effect(
-                self, {"scale_rewards": "group"}, 'multi_objective_aggregation="normalize_then_sum", which normalises'
+                self,
+                {"scale_rewards": "group", "kl_in_reward": False},
+                'multi_objective_aggregation="normalize_then_sum", which normalises each reward alone',
             )
 
     def _check_entropy(self):
@@ -199,7 +208,8 @@ class GRPOConfig(OnPolicyConfig):
 
     def _check_kl(self):
         if not self.beta:
-            checks.no_effect(self, {"kl_estimator": "k3", "kl_in_reward": False}, "beta=0")
+            neutral = {"kl_estimator": "k3", "kl_in_reward": False, "use_bias_correction_kl": True}
+            checks.no_effect(self, neutral, "beta=0")
         elif self.kl_estimator == "k1" and not self.kl_in_reward:
             raise ValueError(
                 'kl_estimator="k1" in the loss has an expected gradient of 0; set kl_in_reward=True, or take "k2" or '
@@ -210,3 +220,5 @@ class GRPOConfig(OnPolicyConfig):
                 f"kl_in_reward=True subtracts log pi/ref itself, but kl_estimator={self.kl_estimator!r}; set it to "
                 '"k1".'
             )
+        if self.kl_in_reward:
+            checks.no_effect(self, {"use_bias_correction_kl": True}, "kl_in_reward=True, which leaves the loss alone")

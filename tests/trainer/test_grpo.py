@@ -229,6 +229,13 @@ def test_a_generator_that_says_something_else_is_found_out(make):
     assert (batch["sampling_logps"][batch["completion_mask"].bool()] == -3.0).all()
 
 
+def test_under_autocast_the_stream_writes_and_the_reference_is_the_policy(make):
+    trainer = make(generator=None, bf16=True, beta=0.1, max_steps=1)
+    trainer.train()
+    assert trainer.generator.obstacle is None
+    assert trainer.state.log_history[0]["kl"] == 0
+
+
 # Learning, and what is refused
 
 
@@ -265,6 +272,19 @@ def test_a_model_learns_to_say_a_word(make, bpe_tokenizer):
         ({"vespo_k_pos": 1.0}, "vespo_k_pos=1.0 would have no effect with loss_type='dapo'"),
         ({"loss_type": "cispo", "epsilon_high": 0.2}, "epsilon_high=0.2 would scale every gradient"),
         ({"loss_type": "gspo", "top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5 would have no meaning"),
+        ({"loss_type": "sapo", "sapo_temperature_neg": 0.0}, "sapo_temperature_neg=0.0 is out of range"),
+        ({"loss_type": "vespo", "vespo_lambda_pos": -1.0}, "vespo_lambda_pos=-1.0 is out of range"),
+        ({"delta": 1.0}, "delta=1.0 would stop every gradient"),
+        ({"use_bias_correction_kl": False}, "use_bias_correction_kl=False would have no effect with beta=0"),
+        (
+            {"beta": 0.1, "kl_in_reward": True, "kl_estimator": "k1"}
+            | {"multi_objective_aggregation": "normalize_then_sum"},
+            "kl_in_reward=True would have no effect with multi_objective_aggregation",
+        ),
+        (
+            {"beta": 0.1, "kl_in_reward": True, "kl_estimator": "k1", "use_bias_correction_kl": False},
+            "use_bias_correction_kl=False would have no effect with kl_in_reward=True",
+        ),
         ({"temperature": 0.0}, "temperature=0.0 always writes the same completion"),
         ({"max_completion_length": None}, "max_completion_length=None"),
         ({"sync_ref_model": True}, "beta=0 keeps none"),
