@@ -142,6 +142,24 @@ def test_the_example_of_an_agent_runs(workplace):
     assert trainer.state.log_history[0]["reward"] == 0  # so soon
 
 
+def test_the_example_of_short_answers_runs(workplace, tiny_folder, capsys):
+    example = runpy.run_path(str(REPOSITORY / "examples" / "grpo_short_answers.py"))
+    said = [
+        "A kite flies on a string.",
+        "A kite.",
+        "A kite flies. It is light.",
+        "Kites fly high up in",
+        "Ask in a toy shop!",
+    ]
+    completions = [[{"role": "assistant", "content": text}] for text in said]
+    assert example["short"](completions) == [1, 0, 0, 0, 1]
+    assert example["on_subject"](completions, ["kite"] * 5) == [1, 1, 1, 1, 0]
+    assert not set(example["TRAINED"].split()) & set(example["HELDOUT"].split())
+    example["main"](["--model", str(tiny_folder), "--output_dir", "out", "--steps", "1", "--num_heldout", "3"])
+    assert "3 questions about things never trained" in capsys.readouterr().out
+    assert (workplace / "out" / "adapter_model.safetensors").exists()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#]+)", page.read_text())
