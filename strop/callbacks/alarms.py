@@ -42,22 +42,44 @@ class PreferenceAlarm(TrainerCallback):
 
 
 class RolloutAlarm(TrainerCallback):
-    """Warns, once, when `patience` logs in a row show rollouts that are cut off and all worth the same."""
+    """Warns, once each: when `patience` logs in a row show rollouts that are cut off and teach nothing, and when a
+    correction for another sampler leaves out most of them."""
 
     def __init__(self, patience: int = 3):
         self.patience = patience
         self.dead = 0
-        """Logs in a row with nine of ten completions cut off at least, and no difference in reward."""
+        """Logs in a row with nine of ten completions cut off at least, and no difference in reward; or all cut off,
+        where those aren't trained."""
+        self.has_masked = False
+        """Whether most completions, or tokens, were seen to be left out."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not logs or "loss" not in logs or "completions/clipped_ratio" not in logs:
+        if not logs or "loss" not in logs or not state.is_world_process_zero:
             return
-        is_dead = logs["completions/clipped_ratio"] >= 0.9 and not logs.get("reward_std")
-        self.dead = self.dead + 1 if is_dead else 0
-        if self.dead == self.patience and state.is_world_process_zero:
+        self._look_at_masks(args, state, logs.get("sampling/masked_ratio", 0.0))
+        cut_off = logs.get("completions/clipped_ratio")
+        if cut_off is None:
+            return
+        is_masked = args.mask_truncated_completions and cut_off == 1
+        self.dead = self.dead + 1 if is_masked or (cut_off >= 0.9 and not logs.get("reward_std")) else 0
+        if self.dead == self.patience:
             logger.warning(
-                "step %d: in %d logs in a row completions/clipped_ratio was %.2g and reward_std 0: almost every "
-                "completion is cut off before its end and earns the same, so nothing is learnt. Raise "
-                "max_completion_length (%d), or ask for shorter answers",
-                state.global_step, self.patience, logs["completions/clipped_ratio"], args.max_completion_length,
+                "step %d: in %d logs in a row completions/clipped_ratio was %.2g and %s: almost every completion is "
+                "cut off before its end and %s, so nothing is learnt. Raise max_completion_length (%d), or ask for "
+                "shorter answers",
+                state.global_step, self.patience, cut_off,
+                "mask_truncated_completions is on" if is_masked else "reward_std 0",
+                "left out" if is_masked else "earns the same", args.max_completion_length,
             )  # fmt: skip
+
+    def _look_at_masks(self, args, state, masked: float) -> None:
+        if self.has_masked or masked < 0.5:
+            return
+        self.has_masked = True
+        logger.warning(
+            "step %d: vllm_importance_sampling_mode=%r leaves out %.0f %% of the completions (or tokens), to which the "
+            "sampler gave other probabilities than the model in training. Small differences add up: 300 tokens of "
+            "0.01 nats are a ratio of 20. Take \"token_truncate\", or raise vllm_importance_sampling_clip_max (%s); "
+            "see sampling/sampling_logp_difference",
+            state.global_step, args.vllm_importance_sampling_mode, 100 * masked, args.vllm_importance_sampling_clip_max,
+        )  # fmt: skip

@@ -233,8 +233,8 @@ class GRPOTrainer(OnPolicyTrainer):
             self.step_entropy.add(entropy)
         bonus, shown = self.bonus(scores, batch, counts, loss)
         balancing, balance = self.balancing(scores.aux_loss, batch, counts)
-        metrics = {**entropy, **divergence, **shown, **sampling, **balance}
-        return loss - bonus + balancing, metrics | ratio_metrics(self.policy_loss, sampled, self.loss_options)
+        ratios = ratio_metrics(self.policy_loss, sampled, self.loss_options)
+        return loss - bonus + balancing, {**entropy, **divergence, **shown, **sampling, **balance, **ratios}
 
     def sampled(self, scores: TokenScores, batch: Batch) -> tuple[Sampled, Metrics]:
         """What the loss reads, and how far from the sampler the policy was."""

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from accelerate.utils import gather_object
+from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -125,12 +126,14 @@ class OnPolicyTrainer(BaseTrainer):
         self.generator = generator or InProcessGenerator(model, tokenizer)
         self.episodes = self.make_episodes()
         self._set_rewards(functions)
+        self._check_rows()
         self._is_evaluating = False
         self.reference: Computed | None = self._settled_reference() if args.beta else None
         self.is_exact: bool | None = None
         """Whether the generator says what a training forward says; None until the first completions are compared."""
         self.add_callback(RolloutAlarm())
         self._restart()
+        self._say_what_is_constant()
 
     # What a run is made of
 
@@ -173,6 +176,27 @@ class OnPolicyTrainer(BaseTrainer):
             )
         self.reward_names = unique([*(self.rewards.names if self.rewards else []), *own])
         self.reward_weights = torch.tensor(weights, dtype=torch.float32)
+
+    def _check_rows(self) -> None:
+        """Refuse, before anything is written, rows without a prompt, or without what reward functions need."""
+        if not isinstance(self.episodes, SingleTurn):  # others may make prompts and columns themselves
+            return
+        evals = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        for rows in (self.train_dataset, *evals):
+            if isinstance(rows, Dataset) and len(rows):
+                self.encoder.whole_prompt_ids(rows[0])
+                if self.rewards is not None:
+                    self.rewards.check(rows.column_names)
+
+    def _say_what_is_constant(self) -> None:
+        """What users look for in the log of a run that can't have it."""
+        if self.reference is None:
+            logger.info("beta=0: there is no reference, and no kl in the log")
+        if self.train_dataset is not None and self.batch_plan().is_on_policy:
+            logger.info(
+                "completions are trained once, in the step they were written for: ratios are 1, nothing is clipped, "
+                "and what the policy is trained by has a value near 0, whatever it learns"
+            )
 
     def _settled_reference(self) -> Computed:
         reference = reference_for(self.model, moving=self.args.sync_ref_model)
@@ -239,7 +263,7 @@ class OnPolicyTrainer(BaseTrainer):
         self._finish(rollouts, group)
         self.buffer.fill([self.experience(rollout) for rollout in rollouts], group)
         metrics = measure.added([measure.length_metrics(rollouts), measure.episode_metrics(rollouts)])
-        self._measure(metrics | self.measured_rewards(rollouts, group))
+        self._measure({**metrics, **self.measured_rewards(rollouts, group)})
         self._tokens_written += sum(rollout.prompt_length + rollout.length for rollout in rollouts)
         self._record(f"step-{self.state.global_step + 1:06d}-block-{self.buffer.number}", rollouts)
 
@@ -503,7 +527,7 @@ class OnPolicyTrainer(BaseTrainer):
         self._finish(rollouts, group)
         if inputs["counted"]:
             metrics = measure.added([measure.length_metrics(rollouts), measure.episode_metrics(rollouts)])
-            self.eval_sums.add(metrics | self.measured_rewards(rollouts, group))
+            self.eval_sums.add({**metrics, **self.measured_rewards(rollouts, group)})
         experiences = [self.experience(rollout) for rollout in rollouts]
         size = self.args.per_device_eval_batch_size
         for start in range(0, len(experiences), size):

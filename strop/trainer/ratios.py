@@ -57,4 +57,5 @@ def sampling_metrics(old: Tensor, sampling: Tensor, mask: Tensor, correction: Te
         metrics["sampling/importance_sampling_ratio/mean"] = (ratios.sum(), len(ratios))
         metrics["sampling/importance_sampling_ratio/min"] = (ratios.min(), 1)
         metrics["sampling/importance_sampling_ratio/max"] = (ratios.max(), 1)
+        metrics["sampling/masked_ratio"] = ((ratios == 0).sum(), len(ratios))
     return metrics

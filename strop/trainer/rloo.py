@@ -124,4 +124,4 @@ class RLOOTrainer(OnPolicyTrainer):
         metrics = {"entropy": (masked_sum(scores.entropy.detach(), mask), mask.sum()), **balance}
         if "ref_logps" in batch:
             metrics["kl"] = (masked_sum(old - batch["ref_logps"], mask), mask.sum())
-        return loss + balancing, metrics | ratio_metrics(LOSS, sampled, self.loss_options)
+        return loss + balancing, {**metrics, **ratio_metrics(LOSS, sampled, self.loss_options)}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,15 @@ def test_a_generator_that_says_something_else_is_found_out(make):
     policy = logps(trainer.model.eval(), batch).logps
     torch.testing.assert_close(batch["old_logps"], policy, atol=1e-5, rtol=0)
     assert (batch["sampling_logps"][batch["completion_mask"].bool()] == -3.0).all()
+
+
+def test_a_correction_that_leaves_out_most_completions_is_told(make, caplog):
+    """The sampler says -3 of each token, the policy about -6, and products leave bounds the sooner the longer."""
+    trainer = make(vllm_importance_sampling_correction=True, vllm_importance_sampling_clip_min=0.9, max_steps=3)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert trainer.state.log_history[0]["sampling/masked_ratio"] == 1
+    assert caplog.text.count("vllm_importance_sampling_mode='sequence_mask' leaves out 100 %") == 1
 
 
 def test_under_autocast_the_stream_writes_and_the_reference_is_the_policy(make):

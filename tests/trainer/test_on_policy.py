@@ -235,6 +235,37 @@ def test_a_run_that_cannot_learn_is_told(make, caplog, bpe_tokenizer):
     assert caplog.text.count("Raise max_completion_length (6)") == 1
 
 
+def test_a_run_whose_completions_are_all_cut_off_and_masked_is_told(make, caplog):
+    with caplog.at_level(logging.WARNING):
+        trainer = make(generator=None, mask_truncated_completions=True, max_completion_length=1, max_steps=4)
+        trainer.train()
+    assert set(losses(trainer)) == {0.0}
+    assert caplog.text.count("mask_truncated_completions is on") == 1
+
+
+def test_what_a_log_cannot_have_is_said_at_the_start(make, caplog):
+    with caplog.at_level(logging.INFO):
+        make()
+        assert "beta=0: there is no reference" in caplog.text
+        assert "ratios are 1, nothing is clipped" in caplog.text
+        caplog.clear()
+        make(beta=0.1, num_iterations=2)
+    assert "beta=0" not in caplog.text
+    assert "ratios are 1" not in caplog.text
+
+
+def test_rows_that_cannot_be_asked_or_scored_are_refused_by_the_constructor(make):
+    def needs(completions, solution):
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match="reward function needs needs 'solution', which the rows lack"):
+        make(rewards=needs)
+    with pytest.raises(ValueError, match="the prompt is None"):
+        make(rows=Dataset.from_list([{"question": "What?"}]))
+    with pytest.raises(ValueError, match="the prompt is None"):
+        make(more={"eval_dataset": {"one": Dataset.from_list([{"question": "What?"}])}})
+
+
 # Evaluation
 
 
