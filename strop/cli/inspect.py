@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.cli.args import Options
-from strop.cli.arguments import CommandArguments
+from strop.cli.arguments import CommandArguments, RewardFunctionArguments
 from strop.cli.train import METHODS, Method, all_options, check, format_of, method_of, rows
 from strop.cli.yaml_config import Setting, apply_environment, read_config
 
@@ -85,7 +85,7 @@ def built(method: Method, words: Sequence[str]) -> list[Any]:
     options = all_options(PROG, method)
     settings = options.read(words, config_file(words))
     _, _, *instances = options.build(settings)
-    check(settings, *instances)
+    check(settings, *(part for part in instances if not isinstance(part, RewardFunctionArguments)))  # none is asked
     return instances
 
 
@@ -129,10 +129,7 @@ def explained_rows(how: InspectArguments, method: Method, raw: Any, *instances: 
     args.model_init_kwargs = init_kwargs(model_args, args.model_init_kwargs)
     tokenizer = ready_tokenizer(None, model_args.model_name_or_path, args)
     if method.rows == "prompts":
-        raise ValueError(
-            "these rows are prompts, which the model answers while it trains: there are no answers to explain. Every "
-            "rollout of a run is in the folder rollouts of its output folder."
-        )
+        return *prompts(how, raw, tokenizer, args), tokenizer.name_or_path
     if method.rows == "texts":
         return *texts(how, raw, tokenizer, args), tokenizer.name_or_path
     return *answers(how, raw, tokenizer, args, format_of(method, args, raw)), tokenizer.name_or_path
@@ -170,6 +167,50 @@ def answers(how: InspectArguments, raw: Any, tokenizer: Any, args: Any, wanted: 
         return explain_answers(raw, tokenizer, args, how.of(raw), wanted), report
     _, report = prepare_steps(raw, tokenizer, args)
     return explain_steps(raw, tokenizer, args, how.of(raw)), report
+
+
+@dataclass
+class PromptLengths:
+    """How long prompts are, in tokens."""
+
+    lengths: list[int]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"rows": len(self.lengths), "shortest": min(self.lengths), "longest": max(self.lengths)}
+
+    def __str__(self) -> str:
+        rows, shortest, longest = self.to_dict().values()
+        return f"{rows} prompts shown, of {shortest} to {longest} tokens; the model answers them while it trains"
+
+
+def prompts(how: InspectArguments, raw: Any, tokenizer: Any, args: Any) -> tuple[list[Any], Any]:
+    """Prompts of rollouts as the model reads them, and their lengths. Nothing of them is trained."""
+    from datasets import IterableDataset
+
+    from strop.data.collate import IGNORE
+    from strop.data.inspect import NOTES, checked, dropped, explain_row
+    from strop.data.prepare import as_dataset
+    from strop.data.report import Fate
+    from strop.rollout.encode import Encoder
+
+    if isinstance(raw, IterableDataset):
+        raw = as_dataset(list(islice(raw, how.indices.stop)))
+    encoder = Encoder(tokenizer, args.chat_template_kwargs or {}, args.max_prompt_length, args.overlong)
+    explained, lengths = [], []
+    for index in checked(how.of(raw), len(raw)):
+        whole, ids = encoder.whole_prompt_ids(raw[index]), encoder.prompt_ids(raw[index])
+        num_cut = len(whole) - len(ids)
+        lengths.append(len(whole))
+        if num_cut and args.overlong == "drop":
+            note = NOTES[Fate.DROPPED].replace("max_length", "max_prompt_length")
+            explained.append(replace(dropped(index), raw=raw[index], warnings=[note]))
+            continue
+        row = explain_row(index, {"input_ids": ids, "labels": [IGNORE] * len(ids)}, tokenizer, set())
+        notes = ["the prompt lost its start"] if num_cut else []
+        explained.append(
+            replace(row, raw=raw[index], stops=["nothing trained"], num_padding=0, num_cut=num_cut, warnings=notes)
+        )
+    return explained, PromptLengths(lengths)
 
 
 def show(how: InspectArguments, explained: list[Any], report: Any, tokenizer_name: str) -> None:

@@ -46,9 +46,32 @@ def test_no_reward_lists_the_choices(here, capsys, tiny_folder):
     assert "there is no reward 'acuracy'. Did you mean 'accuracy'?" in printed
 
 
-@pytest.mark.parametrize("command", ["inspect", "estimate"])
-def test_prompts_have_no_answers_to_look_at(command, here, capsys, tiny_folder):
-    line = f"{command} grpo --model {tiny_folder} --data prompts.jsonl --reward_funcs accuracy"
-    code, printed = strop(line, capsys)
+def test_estimates_of_rollouts_are_refused(here, capsys, tiny_folder):
+    code, printed = strop(f"estimate grpo --model {tiny_folder} --data prompts.jsonl --reward_funcs accuracy", capsys)
     assert code == 2
     assert "rollouts" in printed
+
+
+@pytest.mark.parametrize("command", ["grpo", "rloo"])
+def test_prompts_are_shown_as_the_model_reads_them(command, here, capsys, tiny_folder, bpe_tokenizer):
+    line = f"inspect {command} --model {tiny_folder} --data prompts.jsonl --json --max_prompt_length 4"
+    assert main(shlex.split(line)) == 0
+    shown = json.loads(capsys.readouterr().out)
+    first, *_ = shown["rows"]
+    whole = bpe_tokenizer("Is a hot ?").input_ids
+    assert first["input_ids"] == whole[-4:]
+    assert first["num_cut"] == len(whole) - 4
+    assert first["num_trained"] == 0
+    assert first["warnings"] == ["the prompt lost its start"]
+    assert shown["report"]["rows"] == 3
+    assert main(shlex.split(line.replace("--json", "--overlong drop"))) == 0
+    assert "dropped: longer than max_prompt_length" in capsys.readouterr().out
+
+
+def test_messages_are_shown_through_the_template(here, capsys, tiny_folder, bpe_tokenizer):
+    messages = [{"role": "user", "content": "Is ice hot?"}]
+    (here / "chat.jsonl").write_text(json.dumps({"prompt": messages}) + "\n")
+    assert main(shlex.split(f"inspect grpo --model {tiny_folder} --data chat.jsonl --json")) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    asked = bpe_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert row["input_ids"] == asked
