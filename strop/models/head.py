@@ -112,6 +112,15 @@ def is_plain_linear(head: nn.Module) -> bool:
     return own_forward and type(head.weight.data) is Tensor
 
 
+class Float32Head(nn.Linear):
+    """A linear head whose product is computed in float32, whatever its weights are stored in and autocast says."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.float()
+            return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+
+
 # ---- statistics of logits ----
 
 

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from strop.models.forward import base_model, forward, stand_in, state_indices
-from strop.models.head import CPU_TILE_TOKENS, HeadScores, LogitTransform, Scoring, score_head
+from strop.models.head import (
+    CPU_TILE_TOKENS,
+    Float32Head,
+    HeadScores,
+    LogitTransform,
+    Scoring,
+    is_plain_linear,
+    score_head,
+)
 
 PROBE = 20.0
 """What the model is told its head said; large enough to tell a soft cap of 30 from none in bfloat16."""
@@ -120,6 +128,18 @@ def output_embedding(base: nn.Module) -> nn.Module:
             "nothing to take log-probabilities from. Load it with a language-model head, e.g. by AutoModelForCausalLM"
         )
     return head
+
+
+def compute_head_in_float32(model: nn.Module) -> None:
+    """Let the head of `model` multiply in float32; its weights stay what they are. Raises ValueError for a head that is
+    more than a matrix and a bias: adapters, quantised weights."""
+    head = output_embedding(base_model(model))
+    if not is_plain_linear(head):
+        raise ValueError(
+            f"the output embedding is a {type(head).__name__}, which computes in its own way, so it can't be told to "
+            "multiply in float32. Leave the head out of the adapter or the quantisation, or drop cast_lm_head_to_fp32"
+        )
+    head.__class__ = Float32Head
 
 
 class _HeadScorer:

@@ -111,9 +111,6 @@ class GRPOConfig(OnPolicyConfig):
     vllm_importance_sampling_clip_min: float | None = None
     """Least ratio to the sampler."""
 
-    cast_lm_head_to_fp32: bool = False
-    """Not supported: log-probabilities are computed in float32 from the head's logits, always."""
-
     def __post_init__(self):
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
@@ -158,11 +155,6 @@ class GRPOConfig(OnPolicyConfig):
             raise ValueError(
                 f"epsilon_high={self.epsilon_high} would scale every gradient of loss_type={self.loss_type!r} by it: "
                 "there it is the largest ratio itself; take 5, say."
-            )
-        if self.cast_lm_head_to_fp32:
-            raise ValueError(
-                "cast_lm_head_to_fp32=True can't be had: log-probabilities are computed in float32 from the head's "
-                "logits already. To multiply in float32 as well, train with bf16=False."
             )
 
     def _check_advantages(self):

@@ -32,7 +32,7 @@ from strop.data.collate import Batch
 from strop.data.prepare import as_dataset
 from strop.losses.advantages import weighted_sum
 from strop.losses.reduce import StepCounts
-from strop.models.logps import logps
+from strop.models.logps import compute_head_in_float32, logps
 from strop.models.reference import Computed, fingerprint, reference_for
 from strop.models.verify import evaluating
 from strop.rewards.function import unique
@@ -109,6 +109,8 @@ class OnPolicyTrainer(BaseTrainer):
         functions = reward_functions(reward_funcs, reward_processing_classes, args)
         model = ready_model(model, args, tokenizer, quantization_config, peft_config)
         refuse_encoder_decoder(model)
+        if args.cast_lm_head_to_fp32:
+            compute_head_in_float32(model)
         if args.disable_dropout:
             disable_dropout(model)
         layout = settle_layout(model, args.layout)

@@ -129,6 +129,10 @@ class OnPolicyConfig(ModelInitArguments, BaseConfig):
     disable_dropout: bool = True
     """Switch off dropout, so that ratios are 1 where the policy hasn't moved."""
 
+    cast_lm_head_to_fp32: bool = False
+    """Multiply by the head in float32, with weights of 16 bit and under autocast as well (MiniMax-M1,
+    arXiv:2506.13585). What follows the product is computed in float32 always."""
+
     layout: str = "auto"
     """"packed": completions of a micro-batch share one stream without padding, and a prompt stands in it once.
     "padded": rows padded to one length. "auto": packed wherever the model allows it, verified on the first batch."""

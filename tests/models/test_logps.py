@@ -14,7 +14,7 @@ from strop.data.collate import TokenRow, collate
 from strop.losses.supervised import label_smoothed, nll
 from strop.models.forward import use_packed_attention
 from strop.models.head import LogitTransform
-from strop.models.logps import logit_transform, logps
+from strop.models.logps import compute_head_in_float32, logit_transform, logps
 
 VOCAB = 31
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "pad_token_id": 0}
@@ -338,3 +338,28 @@ def test_a_head_that_is_not_called_is_refused():
 def test_temperatures_that_divide_nothing_are_refused(temperature):
     with pytest.raises(ValueError, match=f"temperature={temperature}"):
         logps(causal_lm("llama"), batch_of(), temperature=temperature)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_head_in_float32_multiplies_in_float32(tiny_llama, autocast):
+    model = tiny_llama if autocast else tiny_llama.bfloat16()
+    batch = collate([TokenRow(list(range(5, 45)), list(range(5, 45)))], "padded", 0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
+        states = model.model(batch["input_ids"]).last_hidden_state
+        rough = logps(model, batch).logps
+        compute_head_in_float32(model)
+        found = logps(model, batch).logps
+    logits = states[0, :-1].float() @ model.lm_head.weight.float().T
+    expected = logits.log_softmax(-1).gather(-1, batch["input_ids"][0, 1:, None]).squeeze(-1)
+    inside = batch["completion_mask"].bool()
+    assert (found[inside] - expected).abs().max() < 1e-5
+    assert (rough[inside] - expected).abs().max() > 1e-4
+    assert model.lm_head.weight.dtype == (torch.float32 if autocast else torch.bfloat16)
+    logps(model, batch).logps.sum().backward()
+    assert model.lm_head.weight.grad.abs().max() > 0
+
+
+def test_a_head_with_an_adapter_cannot_be_told_to_multiply_in_float32(tiny_llama):
+    model = peft.get_peft_model(tiny_llama, peft.LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="drop cast_lm_head_to_fp32"):
+        compute_head_in_float32(model)

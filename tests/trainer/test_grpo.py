@@ -10,6 +10,7 @@ import torch
 
 from strop.losses.policy import AGAINST_REFERENCE, POLICY_LOSSES
 from strop.losses.reduce import StepCounts
+from strop.models.head import Float32Head
 from strop.models.logps import TokenScores, logps
 from strop.trainer.grpo import GRPOConfig, GRPOTrainer
 
@@ -242,6 +243,14 @@ def test_a_correction_that_leaves_out_most_completions_is_told(make, caplog):
 def test_under_autocast_the_stream_writes_and_the_reference_is_the_policy(make):
     trainer = make(generator=None, bf16=True, beta=0.1, max_steps=1)
     trainer.train()
+    assert trainer.generator.obstacle is None
+    assert trainer.state.log_history[0]["kl"] == 0
+
+
+def test_the_head_in_float32_is_the_policys_the_generators_and_the_references(make):
+    trainer = make(generator=None, bf16=True, beta=0.1, cast_lm_head_to_fp32=True, max_steps=1)
+    trainer.train()
+    assert type(trainer.model.get_output_embeddings()) is Float32Head
     assert trainer.generator.obstacle is None
     assert trainer.state.log_history[0]["kl"] == 0
 
