@@ -4,8 +4,8 @@
 
 MODEL is a small instruction model, e.g. SmolLM2-135M-Instruct: minutes on one CPU core. It is asked everyday questions
 "in one sentence of at most ten words", and earns 1 for a finished sentence of so many words, and 1 for naming what was
-asked about. Printed are the shares of answers that earn either and both, with 95 % confidence intervals, on questions
-about things that training never mentions, before and after, drawn at temperature 1 from the same seed.
+asked about once. Printed are the shares of answers that earn either and both, with 95 % confidence intervals, on
+questions about things that training never mentions, before and after, drawn at temperature 1 from the same seed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from strop import GRPOConfig, GRPOTrainer
 from strop.rollout.types import Rollout
 
 SYSTEM = "Answer in one sentence of at most ten words."
-LEAST_WORDS, MOST_WORDS = 4, 10
+LEAST_WORDS, MOST_WORDS = 5, 10
 QUESTIONS = ("What is a {}?", "What is a {} good for?", "Where would I find a {}?", "Who needs a {}?")
 TRAINED = (
     "lamp bridge pencil bicycle kettle ladder mirror hammer blanket clock basket candle boat window spoon whistle "
@@ -52,16 +52,16 @@ def text_of(completion: list[dict[str, str]]) -> str:
 
 
 def short(completions: Sequence[list[dict[str, str]]], **columns: Any) -> list[float]:
-    """1 for one finished sentence of 4 to 10 words."""
+    """1 for one finished sentence of 5 to 10 words."""
     texts = map(text_of, completions)
     sentence = re.compile(r"[^.!?\n]+[.!?]")
     return [float(bool(sentence.fullmatch(t)) and LEAST_WORDS <= len(t.split()) <= MOST_WORDS) for t in texts]
 
 
 def on_subject(completions: Sequence[list[dict[str, str]]], thing: Sequence[str], **columns: Any) -> list[float]:
-    """1 for naming what was asked about."""
+    """1 for naming what was asked about, once: "A kite is a kite." says nothing."""
     texts = map(text_of, completions)
-    return [float(bool(re.search(rf"\b{name}", text.lower()))) for text, name in zip(texts, thing, strict=True)]
+    return [float(len(re.findall(rf"\b{name}", t.lower())) == 1) for t, name in zip(texts, thing, strict=True)]
 
 
 def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--output_dir", default="grpo-short-answers")
     parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--learning_rate", type=float, default=5e-4)
+    parser.add_argument("--learning_rate", type=float, default=3e-4)
     parser.add_argument("--num_heldout", type=int, default=96)
     options = parser.parse_args(argv)
     trainer = GRPOTrainer(
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trainer.train()
     after = answers(trainer, asked)
     trainer.save_model()
-    cpu, wall = time.process_time() - began[0], time.monotonic() - began[1]
+    cpu, wall = (now - then for now, then in zip((time.process_time(), time.monotonic()), began, strict=True))
     print(f"\n{len(asked)} questions about things never trained\n")
     print(" " * 8 + "".join(f"{title:>24}" for title in ("short", "on subject", "both")) + f"{'words':>8}")
     report("before", before)

@@ -150,10 +150,11 @@ def test_the_example_of_short_answers_runs(workplace, tiny_folder, capsys):
         "A kite flies. It is light.",
         "Kites fly high up in",
         "Ask in a toy shop!",
+        "A kite is a kite.",
     ]
     completions = [[{"role": "assistant", "content": text}] for text in said]
-    assert example["short"](completions) == [1, 0, 0, 0, 1]
-    assert example["on_subject"](completions, ["kite"] * 5) == [1, 1, 1, 1, 0]
+    assert example["short"](completions) == [1, 0, 0, 0, 1, 1]
+    assert example["on_subject"](completions, ["kite"] * 6) == [1, 1, 1, 1, 0, 0]
     assert not set(example["TRAINED"].split()) & set(example["HELDOUT"].split())
     example["main"](["--model", str(tiny_folder), "--output_dir", "out", "--steps", "1", "--num_heldout", "3"])
     assert "3 questions about things never trained" in capsys.readouterr().out
