@@ -30,7 +30,7 @@ from strop.callbacks.alarms import RolloutAlarm
 from strop.callbacks.sync_ref import SyncRefModelCallback
 from strop.data.collate import Batch
 from strop.data.prepare import as_dataset
-from strop.losses.advantages import weighted_sum
+from strop.losses.advantages import nanstd, weighted_sum
 from strop.losses.reduce import StepCounts
 from strop.models.logps import compute_head_in_float32, logps
 from strop.models.reference import Computed, fingerprint, reference_for
@@ -44,6 +44,7 @@ from strop.rollout.encode import Encoder
 from strop.rollout.episodes import Episodes, SingleTurn
 from strop.rollout.generator import InProcessGenerator
 from strop.rollout.plan import BatchPlan
+from strop.rollout.replay import ReplayBuffer
 from strop.rollout.sampler import PromptSource
 from strop.rollout.types import Generator, Rollout, Sampling
 
@@ -194,7 +195,8 @@ class OnPolicyTrainer(BaseTrainer):
         """What users look for in the log of a run that can't have it."""
         if self.reference is None:
             logger.info("beta=0: there is no reference, and no kl in the log")
-        if self.train_dataset is not None and self.batch_plan().is_on_policy:
+        on_policy = self.train_dataset is not None and self.batch_plan().is_on_policy
+        if on_policy and not self.args.replay_buffer_size:
             logger.info(
                 "completions are trained once, in the step they were written for: ratios are 1, nothing is clipped, "
                 "and what the policy is trained by has a value near 0, whatever it learns"
@@ -211,6 +213,7 @@ class OnPolicyTrainer(BaseTrainer):
         plan, args = self.batch_plan() if self.train_dataset is not None else None, self.args
         self.source = PromptSource(self.train_dataset, args.shuffle_dataset, args.data_seed or args.seed)
         self.buffer = RolloutBuffer(plan, args.seed)
+        self.replay = ReplayBuffer(args.replay_buffer_size, args.seed)
         self._to_print: list[record.Line] = []
 
     # A block
@@ -263,7 +266,7 @@ class OnPolicyTrainer(BaseTrainer):
         if self.args.dynamic_sampling_rounds:
             rollouts = self._with_signal(rollouts, sampling)
         self._finish(rollouts, group)
-        self.buffer.fill([self.experience(rollout) for rollout in rollouts], group)
+        self.buffer.fill(self._with_replay([self.experience(rollout) for rollout in rollouts], rollouts), group)
         metrics = measure.added([measure.length_metrics(rollouts), measure.episode_metrics(rollouts)])
         self._measure({**metrics, **self.measured_rewards(rollouts, group)})
         self._tokens_written += sum(rollout.prompt_length + rollout.length for rollout in rollouts)
@@ -331,6 +334,15 @@ class OnPolicyTrainer(BaseTrainer):
             live, dead = live + more, dead + duds
         self._measure({"dynamic_sampling/rounds": (rounds, 1.0), "dynamic_sampling/extra_prompts": (asked, 1.0)})
         return (live + dead)[:wanted]
+
+    def _with_replay(self, experiences: list[Experience], rollouts: Sequence[Rollout]) -> list[Experience]:
+        """`experiences` with earlier groups in the place of those that teach nothing, if any are kept."""
+        if not self.args.replay_buffer_size:
+            return experiences
+        spreads = nanstd(self.totals(rollouts).view(-1, self.args.num_generations), -1).nan_to_num(0.0)
+        experiences, replaced = self.replay.refill(experiences, spreads.flatten().tolist(), self.buffer.number + 1)
+        self._measure({"replay/groups": (replaced, 1.0)})
+        return experiences
 
     def _split(self, rollouts: list[Rollout]) -> tuple[list[Rollout], list[Rollout]]:
         """The rollouts of groups with a signal, and those of others."""
@@ -410,8 +422,9 @@ class OnPolicyTrainer(BaseTrainer):
 
     @property
     def needs_old_logps(self) -> bool:
-        """Whether the policy moves while a block is trained, or a sampler is corrected for."""
-        return not self.buffer.plan.is_on_policy or self.needs_sampling_logps
+        """Whether the policy moves while completions are trained, or a sampler is corrected for."""
+        moves = not self.buffer.plan.is_on_policy or self.args.replay_buffer_size > 0
+        return moves or self.needs_sampling_logps
 
     def policy_logps(self, batch: Batch) -> Tensor:
         return logps(self.model, batch, temperature=batch["temperature"]).logps
@@ -471,10 +484,12 @@ class OnPolicyTrainer(BaseTrainer):
     def rollout_state(self) -> dict[str, Any]:
         """What a checkpoint holds besides weights and counters, as JSON can."""
         place = {"epoch": self.source.epoch, "position": self.source.position}
-        return {"buffer": self.buffer.state(), "source": place, "is_exact": self.is_exact}
+        buffers = {"buffer": self.buffer.state(), "replay": self.replay.state()}
+        return {**buffers, "source": place, "is_exact": self.is_exact}
 
     def load_rollout_state(self, state: dict[str, Any]) -> None:
         self.buffer.load(state["buffer"])
+        self.replay.load(state.get("replay", []))
         self.source.go_to(**state["source"])
         self.is_exact = state["is_exact"]
 

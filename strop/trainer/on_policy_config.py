@@ -126,6 +126,10 @@ class OnPolicyConfig(ModelInitArguments, BaseConfig):
     """How often at most groups without a signal, all of whose rewards are equal, are replaced by those of new prompts
     before training (DAPO, arXiv:2503.14476, section 3.2); 0 for never."""
 
+    replay_buffer_size: int = 0
+    """How many groups, those whose rewards differ most, are kept to be trained once more in the place of groups without
+    a signal; 0 for none. Experimental."""
+
     disable_dropout: bool = True
     """Switch off dropout, so that ratios are 1 where the policy hasn't moved."""
 
@@ -255,7 +259,7 @@ class OnPolicyConfig(ModelInitArguments, BaseConfig):
             )
         for name in ("num_generations_eval", "num_iterations", "max_prompt_length", "num_completions_to_print"):
             checks.at_least(name, getattr(self, name), 1)
-        for name in ("reward_workers", "dynamic_sampling_rounds", "beta"):
+        for name in ("reward_workers", "dynamic_sampling_rounds", "replay_buffer_size", "beta"):
             checks.at_least(name, getattr(self, name), 0)
         checks.one_of("overlong", self.overlong, ("truncate", "drop", "error"))
         checks.one_of("layout", self.layout, ("auto", "packed", "padded"))
@@ -283,6 +287,11 @@ class OnPolicyConfig(ModelInitArguments, BaseConfig):
             checks.no_effect(self, {"ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6}, "sync_ref_model=False")
         elif not self.beta:
             raise ValueError("sync_ref_model=True moves the reference, but beta=0 keeps none; set beta, e.g. to 0.04.")
+        if self.sync_ref_model and self.replay_buffer_size:
+            raise ValueError(
+                f"replay_buffer_size={self.replay_buffer_size} keeps what the reference said of completions, but "
+                "sync_ref_model=True moves it; remove one of the two."
+            )
 
     def _refuse_other_generators(self):
         if self.use_vllm:

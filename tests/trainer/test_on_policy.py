@@ -223,6 +223,25 @@ def test_dynamic_sampling_gives_up(make, bpe_tokenizer):
     assert steps(trainer)[0]["frac_reward_zero_std"] == 1
 
 
+def test_groups_of_the_past_stand_in_for_those_without_a_signal(make):
+    def only_at_first(completions, trainer_state, **_):
+        return [float(i) if trainer_state.global_step == 0 else 0.0 for i in range(len(completions))]
+
+    trainer = make(generator=None, rewards=only_at_first, replay_buffer_size=8, max_steps=3, learning_rate=0.01)
+    trainer.train()
+    first, second, third = steps(trainer)
+    assert [log["replay/groups"] for log in (first, second, third)] == [0, 2, 1], (
+        "of five prompts the last block has one"
+    )
+    assert (second["reward_std"], third["frac_reward_zero_std"]) == (0, 1)
+    assert min(second["grad_norm"], third["grad_norm"]) > 0
+    kept = [group for _, group in trainer.replay.groups]
+    assert trainer.buffer.experiences in kept
+    batch = trainer.batch_of(trainer.buffer.experiences)
+    moved = (trainer.policy_logps(batch) - batch["old_logps"])[batch["completion_mask"].bool()]
+    assert moved.abs().max() > 1e-3, "the ratio is to the policy that wrote them"
+
+
 def test_a_run_that_cannot_learn_is_told(make, caplog, bpe_tokenizer):
     class Endless(Constant):
         def generate(self, prompts, sampling, *, rows=None, max_tokens=None):

@@ -25,6 +25,7 @@ KINDS = {
     ),
     "stream": (GRPOTrainer, {"steps_per_generation": 2}),
     "moving reference": (RLOOTrainer, {"sync_ref_model": True, "ref_model_sync_steps": 2, "steps_per_generation": 3}),
+    "replay": (GRPOTrainer, {"replay_buffer_size": 2, "beta": 0.1}),
     "dynamic": (GRPOTrainer, {"dynamic_sampling_rounds": 2, "steps_per_generation": 2}),
 }
 
