@@ -33,6 +33,11 @@ class SingleTurn:
         """One rollout a row, in order."""
         prompts = self._prompts(rows)
         completions = self.generator.generate(prompts, sampling, rows=numbers)
+        if len(completions) != len(prompts):
+            raise ValueError(
+                f"{type(self.generator).__name__} gave {len(completions)} completions for {len(prompts)} prompts; it "
+                "must give one each, in order"
+            )
         return [
             Rollout.single_turn(
                 row,

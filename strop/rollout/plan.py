@@ -73,7 +73,8 @@ class BatchPlan:
         if self.num_prompts is None:
             return None
         if self.full_blocks:
-            return self.blocks_per_epoch * self.steps_per_generation * self.num_iterations
+            blocks = -(-self.num_prompts // self.prompts_per_block)
+            return blocks * self.steps_per_generation * self.num_iterations
         full = self.num_prompts // self.prompts_per_block * self.steps_per_generation
         return (full + self.batches(self.leftover_prompts)) * self.num_iterations
 

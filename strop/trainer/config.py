@@ -239,4 +239,7 @@ def default_output_dir(model: Any, suffix: str) -> str:
 
 
 def _plain_values(args: transformers.TrainingArguments) -> dict[str, Any]:
-    return {field.name: getattr(args, field.name) for field in fields(transformers.TrainingArguments) if field.init}
+    values = {field.name: getattr(args, field.name) for field in fields(transformers.TrainingArguments) if field.init}
+    if values["remove_unused_columns"]:  # transformers' own default, which says nothing of what a method's rows need
+        del values["remove_unused_columns"]
+    return values

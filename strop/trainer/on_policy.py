@@ -524,6 +524,9 @@ class OnPolicyTrainer(BaseTrainer):
         rounds = EvalRounds(rows, size, self.accelerator.num_processes, self.accelerator.process_index)
         return DataLoader(rounds, batch_size=None)
 
+    def get_test_dataloader(self, test_dataset) -> DataLoader:
+        return self.get_eval_dataloader(test_dataset)
+
     def evaluation_loop(self, dataloader, *args, **kwargs):
         self._is_evaluating = True
         try:

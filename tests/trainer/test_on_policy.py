@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset, IterableDataset
 
 from strop.rollout.types import Completion
@@ -308,6 +309,27 @@ def test_evaluation_is_the_same_each_time_and_has_its_own_group_size(make, promp
     assert {name: first[name] for name in names} == {name: second[name] for name in names}
     assert {"eval_loss", "eval_reward", "eval_rewards/vowels/mean", "eval_completions/mean_length"} <= first.keys()
     assert make(generator=None, more={"eval_dataset": prompts}, num_generations_eval=1).evaluate()["eval_loss"] == 0
+
+
+def test_a_generator_that_gives_too_few_completions_is_named(make):
+    class Lazy(Constant):
+        def generate(self, prompts, sampling, *, rows=None, max_tokens=None):
+            return []
+
+    with pytest.raises(ValueError, match="Lazy gave 0 completions for 4 prompts"):
+        make(generator=Lazy(None)).train()
+
+
+def test_predict_measures_what_evaluate_does(make, prompts):
+    trainer = make(generator=None)
+    measured, evaluated = trainer.predict(prompts).metrics, trainer.evaluate(prompts)
+    assert measured["test_reward"] == evaluated["eval_reward"]
+
+
+def test_plain_training_arguments_will_do(tiny_llama, bpe_tokenizer, prompts, tmp_path):
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, save_strategy="no")
+    trainer = GRPOTrainer(tiny_llama, by_length, args, prompts, processing_class=bpe_tokenizer)
+    assert (trainer.args.max_steps, trainer.args.remove_unused_columns) == (1, False)
 
 
 def test_evaluation_loss_is_the_mean_over_all_completions(make, prompts):
