@@ -79,7 +79,7 @@ def scored(args: ScoreArguments) -> Iterator[Row]:
 
     from strop.data.sources import load_rows
 
-    rows = iter(load_rows(args.data or "", "train"))
+    rows: Iterator[Row] = iter(load_rows(args.data or "", "train"))  # type: ignore[arg-type]
     task = task_of(args.model)
     if task not in SCORING:
         raise ValueError(
@@ -107,7 +107,7 @@ def with_scores(model: Any, tokenizer: Any, rows: list[Row], args: ScoreArgument
     recipe = replace(WHOLE, template_options=args.chat_template_kwargs)
     answers = [answers_of(row) for row in rows]
     owners = [i for i, own in enumerate(answers) for _ in own]
-    columns = {name: [rows[i][name] for i in owners] for name in COLUMNS if name in rows[0]}
+    columns: dict[str, Any] = {name: [rows[i][name] for i in owners] for name in COLUMNS if name in rows[0]}
     prompts = None if rows[0].get("prompt") is None else [rows[i]["prompt"] for i in owners]
     words = [answer for own in answers for answer in own]
     found = score(model, tokenizer, prompts, words, batch_size=args.batch_size, recipe=recipe, **columns)
@@ -130,6 +130,7 @@ def with_steps(model: Any, tokenizer: Any, rows: list[Row], args: ScoreArguments
     if missing:
         raise ValueError(f"a model of steps needs rows with prompt and completions, but there is no {missing!r}.")
     prompts, steps = ([row[name] for row in rows] for name in ("prompt", "completions"))
+    columns: dict[str, Any] = {name: [row[name] for row in rows] for name in COLUMNS if name in rows[0]}
     values = score_steps(
         model,
         tokenizer,
@@ -138,7 +139,7 @@ def with_steps(model: Any, tokenizer: Any, rows: list[Row], args: ScoreArguments
         separator=args.step_separator or "",
         batch_size=args.batch_size,
         template_options=args.chat_template_kwargs,
-        **{name: [row[name] for row in rows] for name in COLUMNS if name in rows[0]},
+        **columns,
     )
     for row, found in zip(rows, values, strict=True):
         yield row | {"scores": found.tolist()}

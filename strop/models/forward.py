@@ -156,9 +156,10 @@ def learned_positions(base: PreTrainedModel) -> int | None:
     where they aren't learned."""
     positions = getattr(base.config.get_text_config(), "max_position_embeddings", 0)
     for name, module in base.named_modules():
-        is_table = isinstance(module, nn.Embedding) and name.split(".")[-1] in POSITION_TABLES
-        if is_table and module.num_embeddings >= positions:  # those of other modalities are shorter
-            unused = getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1
+        if not isinstance(module, nn.Embedding) or name.split(".")[-1] not in POSITION_TABLES:
+            continue
+        if module.num_embeddings >= positions:  # those of other modalities are shorter
+            unused = int(getattr(module, "offset", 0)) if module.padding_idx is None else module.padding_idx + 1
             return module.num_embeddings - unused
     return None
 

@@ -2,12 +2,21 @@
 
 import gc
 
+import pytest
 from datasets import Dataset
 
 from strop import SFTConfig
 from strop.data.prepare import prepare
 
 ROWS = Dataset.from_list([{"text": "a"}])
+
+
+@pytest.fixture(autouse=True)
+def thawed():
+    """What the tests froze for their own sake is thawed meanwhile."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 def test_nothing_stays_frozen(bpe_tokenizer, tmp_path):
@@ -17,9 +26,6 @@ def test_nothing_stays_frozen(bpe_tokenizer, tmp_path):
 
 def test_what_the_program_froze_stays_frozen(bpe_tokenizer, tmp_path):
     gc.freeze()
-    try:
-        frozen = gc.get_freeze_count()
-        prepare(ROWS, bpe_tokenizer, SFTConfig(str(tmp_path), use_cpu=True))
-        assert gc.get_freeze_count() == frozen
-    finally:
-        gc.unfreeze()
+    frozen = gc.get_freeze_count()
+    prepare(ROWS, bpe_tokenizer, SFTConfig(str(tmp_path), use_cpu=True))
+    assert gc.get_freeze_count() == frozen
