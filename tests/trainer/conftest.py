@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 
 from strop.data.collate import keep_examples
 from strop.losses.reduce import StepCounts
@@ -117,23 +118,38 @@ def gradient(trainer, batches) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def assert_one_gradient():
-    """Four rows of a trainer have one gradient, and not 0, packed or padded, in micro-batches or with fillers."""
+    """Four rows of a trainer have one gradient, and not 0, packed or padded, in micro-batches or with fillers, with and
+    without checkpointing, of whole weights and of an adapter's."""
 
     def check(trainer):
+        compare(trainer)
+        own, wrapped = trainer.model, trainer.model_wrapped
+        config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
+        trainer.model = trainer.model_wrapped = get_peft_model(copy.deepcopy(own), config)
+        compare(trainer)
+        trainer.model, trainer.model_wrapped = own, wrapped
+
+    def compare(trainer):
         rows = [trainer.train_dataset[i] for i in range(4)]
         padded = dataclasses.replace(trainer.data_collator, layout="padded")
         packed = trainer.data_collator
         whole = gradient(trainer, [packed(rows)])
         largest = max(g.abs().max().item() for g in whole.values())
         assert largest > 1e-3
-        for batches in (
+        cuts = (
             [padded(rows)],
             [packed(rows[:1]), packed(rows[1:])],
             [padded(rows[:2]), padded(rows[2:])],
             [packed(rows[:3]), keep_examples(packed(rows[3:] + rows[:2]), 1), keep_examples(packed(rows[:1]), 0)],
-        ):
-            for name, found in gradient(trainer, batches).items():
-                torch.testing.assert_close(found, whole[name], rtol=1e-4, atol=1e-5 * largest, msg=name)
+        )
+        found = [gradient(trainer, batches) for batches in cuts]
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+        assert trainer.model.is_gradient_checkpointing
+        found += [gradient(trainer, batches) for batches in ([packed(rows)], cuts[2])]
+        trainer.model.gradient_checkpointing_disable()
+        for one in found:
+            for name, value in one.items():
+                torch.testing.assert_close(value, whole[name], rtol=1e-4, atol=1e-5 * largest, msg=name)
 
     return check
 
