@@ -73,6 +73,7 @@ class BaseTrainer(transformers.Trainer):
         self._saved_activations = OffloadActivations(self.model, self.args.device) if offloads else nullcontext()
         self._is_staging = False
         self._was_told_of_no_targets = False
+        self._was_told_of_repeats = False
 
     @property
     def meter(self) -> RunMeter:
@@ -161,9 +162,22 @@ class BaseTrainer(transformers.Trainer):
     def _without_repeats(self, batch: Batch, batch_size: int) -> Batch:
         """`batch` without a loss on the examples that only fill up the last round of batches over several ranks."""
         state = self.accelerator.gradient_state
-        if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder < 1:
+        if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder == 0:
+            return batch
+        if state.remainder < 0:
+            self._tell_repeats()
             return batch
         return keep_examples(batch, max(0, state.remainder - self.args.process_index * batch_size))
+
+    def _tell_repeats(self) -> None:
+        """Warn, once, that a stream has ended, whose length would tell which rows only fill up its last batches."""
+        if not self._was_told_of_repeats:
+            self._was_told_of_repeats = True
+            logger.warning(
+                "a stream ended on %d processes: if its rows aren't a multiple of what these read at once, some of its "
+                "first rows fill up the last batches and count again. A data set with a length knows which they are",
+                self.accelerator.num_processes,
+            )
 
     def _refuse_non_finite(self, loss: float) -> None:
         if not math.isfinite(loss):

@@ -1,5 +1,8 @@
 """The base alone: a subclass that writes its own `compute_loss`, on any module."""
 
+import logging
+from types import SimpleNamespace
+
 import pytest
 import torch
 from datasets import Dataset
@@ -78,3 +81,15 @@ def test_a_trainer_without_any_loss_says_so(tmp_path, tiny_llama):
     trainer = BaseTrainer(model=tiny_llama, args=arguments(tmp_path), train_dataset=rows)
     with pytest.raises(TypeError, match="BaseTrainer must define `loss`, or override `compute_loss`"):
         trainer.train()
+
+
+@pytest.mark.parametrize(("remainder", "told"), [(-1, 1), (0, 0), (2, 0)])
+def test_a_stream_that_ends_on_several_processes_is_told_once(tmp_path, caplog, remainder, told):
+    trainer = Squares(Slope(), arguments(tmp_path), train_dataset=ROWS)
+    place = SimpleNamespace(end_of_dataloader=True, remainder=remainder)
+    trainer.accelerator = SimpleNamespace(num_processes=2, gradient_state=place)
+    batch = {"completion_mask": torch.ones(2, 3), "attention_mask": torch.ones(2, 3)}
+    with caplog.at_level(logging.WARNING, logger="strop"):
+        for _ in range(2):
+            trainer._without_repeats(batch, batch_size=2)
+    assert sum("first rows fill up" in record.message for record in caplog.records) == told
