@@ -9,16 +9,12 @@ processes hold the whole block, so what is trained together depends on no number
 
 import json
 import logging
-import math
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
@@ -30,13 +26,11 @@ from strop.callbacks.alarms import RolloutAlarm
 from strop.callbacks.sync_ref import SyncRefModelCallback
 from strop.data.collate import Batch
 from strop.data.prepare import as_dataset
-from strop.losses.advantages import nanstd, weighted_sum
+from strop.losses.advantages import weighted_sum
 from strop.losses.reduce import StepCounts
 from strop.models.logps import compute_head_in_float32, logps
 from strop.models.reference import Computed, fingerprint, reference_for
 from strop.models.verify import evaluating
-from strop.rewards.function import unique
-from strop.rewards.scoring import RewardFunctions
 from strop.rollout import measure, record
 from strop.rollout.buffer import Experience, RolloutBuffer
 from strop.rollout.collate import RolloutCollator
@@ -44,6 +38,7 @@ from strop.rollout.encode import Encoder
 from strop.rollout.episodes import Episodes, SingleTurn
 from strop.rollout.generator import InProcessGenerator
 from strop.rollout.plan import BatchPlan
+from strop.rollout.refill import spreads, with_signal
 from strop.rollout.replay import ReplayBuffer
 from strop.rollout.sampler import PromptSource
 from strop.rollout.types import Generator, Rollout, Sampling
@@ -51,17 +46,16 @@ from strop.rollout.types import Generator, Rollout, Sampling
 from .base import BaseTrainer
 from .config import config_for
 from .layout import settle_layout
+from .lookup import LookUp
 from .meter import Metrics, means
 from .on_policy_config import OnPolicyConfig
 from .preference import disable_dropout, refuse_encoder_decoder
 from .referenced import SAMPLE, SameReference
-from .rounds import EvalRounds, Share, reward_functions
+from .rounds import EvalRounds, Share, random_states_kept, reward_functions, weighted_rewards
 from .setup import check_datasets, ready_model, ready_tokenizer, router_aux_loss_coef, show_logs
 
 logger = logging.getLogger(__name__)
 
-EXACT = 1e-5
-"""How far apart, in nats, log-probabilities of the generator and of a training forward may be to count as the same."""
 EVALUATION_SEED = 2**32
 """Added to the seed for completions of evaluations, which are drawn alike each time."""
 STATE = "rollouts.json"
@@ -126,9 +120,11 @@ class OnPolicyTrainer(BaseTrainer):
         )
         self.aux_loss_coef = router_aux_loss_coef(model, args)
         self.collator = RolloutCollator(tokenizer.pad_token_id, layout, args.pad_to_multiple_of or 1)
+        self.lookup = LookUp(args.per_device_train_batch_size, self.ready_batch_of, self.accelerator.autocast)
         self.generator = generator or InProcessGenerator(model, tokenizer)
         self.episodes = self.make_episodes()
-        self._set_rewards(functions)
+        own = self.episodes.own_rewards
+        self.rewards, self.reward_names, self.reward_weights = weighted_rewards(functions, own, args)
         self._check_rows()
         self._is_evaluating = False
         self.reference: Computed | None = self._settled_reference() if args.beta else None
@@ -155,30 +151,6 @@ class OnPolicyTrainer(BaseTrainer):
         if isinstance(rows, dict):
             return {key: self._fitting(part, f"{name}_{key}") for key, part in rows.items()}
         return self.encoder.fitting(as_dataset(rows, name), name)
-
-    def _set_rewards(self, functions: list[Callable]) -> None:
-        own = list(self.episodes.own_rewards)
-        if not functions and not own:
-            raise ValueError(
-                "there is no reward, so there is nothing to learn; pass reward_funcs, e.g. reward_funcs=accuracy_reward"
-            )
-        weights = list(self.args.reward_weights or [1.0] * (len(functions) + len(own)))
-        if len(weights) != len(functions) + len(own):
-            raise ValueError(
-                f"reward_weights={weights} are {len(weights)}, but there are {len(functions)} reward functions"
-                + (f" and {len(own)} rewards of environments" if own else "")
-                + "; give one weight each."
-            )
-        self.rewards = None
-        if functions:
-            self.rewards = RewardFunctions(
-                functions,
-                weights[: len(functions)],
-                timeout=self.args.reward_timeout,
-                workers=self.args.reward_workers,
-            )
-        self.reward_names = unique([*(self.rewards.names if self.rewards else []), *own])
-        self.reward_weights = torch.tensor(weights, dtype=torch.float32)
 
     def _check_rows(self) -> None:
         """Refuse, before anything is written, rows without a prompt, or without what reward functions need."""
@@ -246,6 +218,10 @@ class OnPolicyTrainer(BaseTrainer):
     def batch_of(self, experiences: Sequence[Experience]) -> Batch:
         return self.collator(experiences) | {"temperature": self.args.sampling.temperature}
 
+    def ready_batch_of(self, experiences: Sequence[Experience]) -> Batch:
+        """On the device, as the loss reads it."""
+        return self.read(self._prepare_inputs(self.batch_of(experiences)))
+
     def training_step(self, *args, **kwargs):
         began = time.monotonic()
         loss = super().training_step(*args, **kwargs)
@@ -263,10 +239,22 @@ class OnPolicyTrainer(BaseTrainer):
         rows = self.source.take(self.buffer.plan.prompts_per_block, across)
         sampling, group = self.args.sampling, self.args.num_generations
         rollouts = self._played(rows, group, sampling)
-        if self.args.dynamic_sampling_rounds:
-            rollouts = self._with_signal(rollouts, sampling)
+        if rounds := self.args.dynamic_sampling_rounds:
+            rollouts, metrics = with_signal(
+                rollouts,
+                group,
+                rounds,
+                self.totals,
+                lambda count: self._played(self.source.take(count, across=True), group, sampling),
+            )
+            self._measure(metrics)
         self._finish(rollouts, group)
-        self.buffer.fill(self._with_replay([self.experience(rollout) for rollout in rollouts], rollouts), group)
+        experiences = [self.experience(rollout) for rollout in rollouts]
+        if self.args.replay_buffer_size:
+            widths = spreads(self.totals(rollouts), group)
+            experiences, replaced = self.replay.refill(experiences, widths, self.buffer.number + 1)
+            self._measure({"replay/groups": (replaced, 1.0)})
+        self.buffer.fill(experiences, group)
         metrics = measure.added([measure.length_metrics(rollouts), measure.episode_metrics(rollouts)])
         self._measure({**metrics, **self.measured_rewards(rollouts, group)})
         self._tokens_written += sum(rollout.prompt_length + rollout.length for rollout in rollouts)
@@ -321,39 +309,6 @@ class OnPolicyTrainer(BaseTrainer):
         for i, rollout in enumerate(rollouts):
             rollout.row = rows[i // group]
         return rollouts
-
-    def _with_signal(self, rollouts: list[Rollout], sampling: Sampling) -> list[Rollout]:
-        """A block in which groups of equal rewards are replaced by those of new prompts, as far as rounds allow."""
-        group, rounds, asked = self.args.num_generations, 0, 0
-        wanted = len(rollouts)
-        live, dead = self._split(rollouts)
-        while len(live) < wanted and rounds < self.args.dynamic_sampling_rounds:
-            rows = self.source.take((wanted - len(live)) // group, across=True)
-            rounds, asked = rounds + 1, asked + len(rows)
-            more, duds = self._split(self._played(rows, group, sampling))
-            live, dead = live + more, dead + duds
-        self._measure({"dynamic_sampling/rounds": (rounds, 1.0), "dynamic_sampling/extra_prompts": (asked, 1.0)})
-        return (live + dead)[:wanted]
-
-    def _with_replay(self, experiences: list[Experience], rollouts: Sequence[Rollout]) -> list[Experience]:
-        """`experiences` with earlier groups in the place of those that teach nothing, if any are kept."""
-        if not self.args.replay_buffer_size:
-            return experiences
-        spreads = nanstd(self.totals(rollouts).view(-1, self.args.num_generations), -1).nan_to_num(0.0)
-        experiences, replaced = self.replay.refill(experiences, spreads.flatten().tolist(), self.buffer.number + 1)
-        self._measure({"replay/groups": (replaced, 1.0)})
-        return experiences
-
-    def _split(self, rollouts: list[Rollout]) -> tuple[list[Rollout], list[Rollout]]:
-        """The rollouts of groups with a signal, and those of others."""
-        group = self.args.num_generations
-        totals = self.totals(rollouts).view(-1, group)
-        has_signal = (totals.nan_to_num(-torch.inf).amax(-1) > totals.nan_to_num(torch.inf).amin(-1)).tolist()
-        live: list[Rollout] = []
-        dead: list[Rollout] = []
-        for i, signal in enumerate(has_signal):
-            (live if signal else dead).extend(rollouts[i * group : (i + 1) * group])
-        return live, dead
 
     # From rewards to experiences
 
@@ -410,15 +365,16 @@ class OnPolicyTrainer(BaseTrainer):
     def _look_up(self, mine: Sequence[Rollout], largest: int) -> None:
         """Give rollouts what policy and reference say of their tokens, where the loss needs it. All processes call it
         alike; one of them has `largest` rollouts."""
-        self._compare_generator(mine, largest)
         with evaluating(self.model):
+            if self.is_exact is None:
+                self.is_exact = self.lookup.is_exact(mine, largest, self.policy_logps)
             if self.is_exact:
                 for rollout in mine:
                     rollout.old_logps = rollout.logps
             elif self.needs_old_logps:
-                self._ask(mine, largest, self.policy_logps, "old_logps")
+                self.lookup.ask(mine, largest, self.policy_logps, "old_logps")
             if self.reference is not None:
-                self._ask(mine, largest, self.reference.logps, "ref_logps")
+                self.lookup.ask(mine, largest, self.reference.logps, "ref_logps")
 
     @property
     def needs_old_logps(self) -> bool:
@@ -428,36 +384,6 @@ class OnPolicyTrainer(BaseTrainer):
 
     def policy_logps(self, batch: Batch) -> Tensor:
         return logps(self.model, batch, temperature=batch["temperature"]).logps
-
-    def _compare_generator(self, mine: Sequence[Rollout], largest: int) -> None:
-        if self.is_exact is not None:
-            return
-        some = mine[: self.args.per_device_train_batch_size]
-        with evaluating(self.model):
-            self._ask(some, min(largest, self.args.per_device_train_batch_size), self.policy_logps, "old_logps")
-        gaps = [abs(a - b) for r in some for a, b, m in zip(r.logps, r.old_logps, r.completion_mask, strict=True) if m]
-        worst = max(gather_object([max((gap if gap == gap else math.inf for gap in gaps), default=0.0)]))
-        self.is_exact = worst <= EXACT
-        for rollout in some:
-            rollout.old_logps = None
-        logger.info(
-            "log-probabilities of the generator and of training differ by %.1e at most: %s",
-            worst,
-            "the generator's are used" if self.is_exact else "old ones are computed where they are needed",
-        )
-
-    def _ask(self, rollouts: Sequence[Rollout], largest: int, read: Callable[[Batch], Tensor], name: str) -> None:
-        """Set `name` of each rollout to what `read` says of its tokens."""
-        size = self.args.per_device_train_batch_size
-        for start in range(0, max(largest, 1), size):
-            part = rollouts[start : start + size]
-            batch = self.read(self._prepare_inputs(self.batch_of([Experience.of(rollout) for rollout in part])))
-            with torch.no_grad(), self.accelerator.autocast():  # the reference computes as the policy does
-                values = iter(read(batch).tolist())
-            for rollout in part:
-                length = len(rollout.completion_ids)
-                own = next(values)[:length] if length else []
-                setattr(rollout, name, [0.0] * rollout.prompt_length + own)
 
     # Counts and loss
 
@@ -551,7 +477,7 @@ class OnPolicyTrainer(BaseTrainer):
         experiences = [self.experience(rollout) for rollout in rollouts]
         size = self.args.per_device_eval_batch_size
         for start in range(0, len(experiences), size):
-            batch = self.read(self._prepare_inputs(self.batch_of(experiences[start : start + size])))
+            batch = self.ready_batch_of(experiences[start : start + size])
             counts = self.count(batch)
             with torch.no_grad(), self.compute_loss_context_manager():
                 loss, metrics = self.loss(model, batch, counts)
@@ -559,13 +485,3 @@ class OnPolicyTrainer(BaseTrainer):
                 weight = float(getattr(counts, self.eval_weight))
                 self.eval_sums.add({"loss": (loss * weight, weight), **metrics})
         return None, None, None
-
-
-@contextmanager
-def random_states_kept() -> Iterator[None]:
-    """The states of all random generators are afterwards as before."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)

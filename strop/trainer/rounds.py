@@ -1,14 +1,20 @@
 """Who of several processes plays what, and what reward functions are given as."""
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from strop.rewards.from_model import RewardModel
+from strop.rewards.function import unique
 from strop.rewards.resolve import resolve_reward
+from strop.rewards.scoring import RewardFunctions
 
 
 class Share:
@@ -45,6 +51,16 @@ class EvalRounds(torch.utils.data.IterableDataset):
             start += len(block)
 
 
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """The states of all random generators are afterwards as before."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
 def reward_functions(given: Any, tokenizers: Any, args: Any) -> list[Callable[..., Any]]:
     """The functions that `given` is: one or several callables, names (`strop.rewards.resolve`) and reward models.
 
@@ -72,3 +88,27 @@ def _function(one: Any, tokenizer: Any, args: Any) -> Callable[..., Any]:
     if isinstance(found, RewardModel):
         found.model.to(args.device)
     return found
+
+
+def weighted_rewards(
+    functions: list[Callable[..., Any]], own: Sequence[str], args: Any
+) -> tuple[RewardFunctions | None, list[str], Tensor]:
+    """What asks the functions, the names of all rewards, those that episodes give themselves (`own`) last, and the
+    weights (F,). Refuses a run without any reward, and weights that aren't as many."""
+    if not functions and not own:
+        raise ValueError(
+            "there is no reward, so there is nothing to learn; pass reward_funcs, e.g. reward_funcs=accuracy_reward"
+        )
+    weights = list(args.reward_weights or [1.0] * (len(functions) + len(own)))
+    if len(weights) != len(functions) + len(own):
+        raise ValueError(
+            f"reward_weights={weights} are {len(weights)}, but there are {len(functions)} reward functions"
+            + (f" and {len(own)} rewards of environments" if own else "")
+            + "; give one weight each."
+        )
+    asked = None
+    if functions:
+        first = weights[: len(functions)]
+        asked = RewardFunctions(functions, first, timeout=args.reward_timeout, workers=args.reward_workers)
+    names = unique([*(asked.names if asked else []), *own])
+    return asked, names, torch.tensor(weights, dtype=torch.float32)
