@@ -109,6 +109,7 @@ class Answerer:
         from transformers.utils.logging import disable_progress_bar
 
         from strop.data.inspect import stop_token_ids
+        from strop.models.load import SCORING, task_of
 
         disable_progress_bar()
         if task_of(args.model) in SCORING:
@@ -287,61 +288,11 @@ def read(prog: str, classes: list[type], argv: list[str]) -> list[Any] | None:
     return options.build(options.read(argv))
 
 
-SCORING = ("SEQ_CLS", "TOKEN_CLS")
-"""Tasks, in peft's words, of models that score: whole answers, or steps."""
-
-
-def task_of(name: str) -> str:
-    """What the saved model or adapter does, in peft's words; "CAUSAL_LM" for everything but classifiers."""
-    from strop.models.adapters import is_adapter
-    from strop.models.arguments import ModelInitArguments
-    from strop.models.load import loading_options, read_config
-
-    if is_adapter(name, {}):
-        from peft import PeftConfig
-
-        task = PeftConfig.from_pretrained(name).task_type
-        return getattr(task, "value", task) or "CAUSAL_LM"
-    path, kwargs = loading_options(name, ModelInitArguments(), None)
-    (architecture, *_) = read_config(path, kwargs).architectures or [""]
-    endings = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
-    return next((task for ending, task in endings.items() if architecture.endswith(ending)), "CAUSAL_LM")
-
-
 def load(args: LoadArguments, **loading: Any) -> tuple[Any, Any]:
-    """The model, in evaluation mode, and its tokenizer: an adapter's own if it brings one, else its base's. `loading`
-    goes to `load_model`."""
-    import torch
+    """The model, in evaluation mode, and its tokenizer (`strop.models.load.load_to_use`)."""
+    from strop.models.load import load_to_use
 
-    from strop.models.adapters import is_adapter, load_adapter
-    from strop.models.arguments import ModelInitArguments
-    from strop.models.load import load_model, load_tokenizer
-
-    dtype = args.dtype or ("auto" if torch.accelerator.is_available() else "float32")
-    init = ModelInitArguments(model_init_kwargs={"dtype": dtype})
-    adapted = is_adapter(args.model, {})
-    if args.base_model is not None and not adapted:
-        raise ValueError(f"base_model={args.base_model!r} is for adapters, but {args.model} is a whole model. Drop it.")
-    if not adapted:
-        model = load_model(args.model, init, **loading)
-        return model.eval(), load_tokenizer(args.model, ModelInitArguments())
-    bases: list[str] = []
-
-    def load_base(path: str) -> Any:
-        bases.append(args.base_model or path)
-        try:
-            return load_model(bases[0], init, **loading)
-        except ValueError as error:
-            hint = (
-                ""
-                if args.base_model
-                else " The adapter names it as its base; if it has moved, say where: --base_model."
-            )
-            raise ValueError(f"{error}{hint}") from error
-
-    model = load_adapter(args.model, load_base).eval()
-    own = Path(args.model, "tokenizer_config.json").is_file()
-    return model, load_tokenizer(args.model if own else bases[0], ModelInitArguments())
+    return load_to_use(args.model, args.dtype, args.base_model, **loading)
 
 
 def generation_config(args: AnswerArguments, tokenizer: Any, stop_ids: list[int]) -> "GenerationConfig":

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from strop.cli.chat import SCORING, LoadArguments, load, read, task_of
+from strop.cli.chat import LoadArguments, load, read
 
 PROG = "strop score"
 COLUMNS = ("tools", "chat_template_kwargs")
@@ -78,6 +78,7 @@ def scored(args: ScoreArguments) -> Iterator[Row]:
     from transformers.utils.logging import disable_progress_bar
 
     from strop.data.sources import load_rows
+    from strop.models.load import SCORING, task_of
 
     rows: Iterator[Row] = iter(load_rows(args.data or "", "train"))  # type: ignore[arg-type]
     task = task_of(args.model)

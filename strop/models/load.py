@@ -90,6 +90,53 @@ def load_tokenizer(path: str | Path, args: ModelInitArguments) -> PreTrainedToke
     return tokenizer
 
 
+SCORING = ("SEQ_CLS", "TOKEN_CLS")
+"""Tasks, in peft's words, of models that score: whole answers, or steps."""
+
+
+def task_of(name: str) -> str:
+    """What the saved model or adapter does, in peft's words; "CAUSAL_LM" for everything but classifiers."""
+    if is_adapter(name, {}):
+        from peft import PeftConfig
+
+        task = PeftConfig.from_pretrained(name).task_type
+        return getattr(task, "value", task) or "CAUSAL_LM"
+    path, kwargs = loading_options(name, ModelInitArguments(), None)
+    (architecture, *_) = read_config(path, kwargs).architectures or [""]
+    endings = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+    return next((task for ending, task in endings.items() if architecture.endswith(ending)), "CAUSAL_LM")
+
+
+def load_to_use(
+    name: str, dtype: str | None = None, base_model: str | None = None, **loading: Any
+) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """The model `name` in evaluation mode, and its tokenizer: an adapter's own if it brings one, else its base's.
+
+    `dtype` is that of the saved weights on an accelerator, float32 on a CPU, if None. `base_model` is what an adapter
+    goes on if its base has moved. `loading` goes to `load_model`.
+    """
+    chosen = dtype or ("auto" if torch.accelerator.is_available() else "float32")
+    init = ModelInitArguments(model_init_kwargs={"dtype": chosen})
+    adapted = is_adapter(name, {})
+    if base_model is not None and not adapted:
+        raise ValueError(f"base_model={base_model!r} is for adapters, but {name} is a whole model. Drop it.")
+    if not adapted:
+        return load_model(name, init, **loading).eval(), load_tokenizer(name, ModelInitArguments())
+    bases: list[str] = []
+
+    def load_base(path: str) -> nn.Module:
+        bases.append(base_model or path)
+        try:
+            return load_model(bases[0], init, **loading)
+        except ValueError as error:
+            hint = "" if base_model else " The adapter names it as its base; if it has moved, say where: --base_model."
+            raise ValueError(f"{error}{hint}") from error
+
+    model = load_adapter(name, load_base).eval()
+    own = Path(name, "tokenizer_config.json").is_file()
+    return model, load_tokenizer(name if own else bases[0], ModelInitArguments())
+
+
 def refuse_loading_options(args: ModelInitArguments, quantization_config: Any) -> None:
     """Refuses what only matters while a model is loaded: on one that is loaded it would silently do nothing."""
     if args.model_init_kwargs:
