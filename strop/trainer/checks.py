@@ -30,15 +30,16 @@ def one_of(name: str, value: Any, known: Iterable[str]) -> None:
         raise ValueError(f"{name}={plain!r} is unknown; choose one of {shown}.{suggestion(plain, known)}")
 
 
-def at_least(name: str, value: float | None, least: float) -> None:
-    """Refuse a number below `least`; None means not set."""
-    if value is not None and not value >= least:
+def at_least(name: str, value: float | list[float] | None, least: float) -> None:
+    """Refuse a number below `least`, alone or in a list; None means not set."""
+    several = value if isinstance(value, list | tuple) else [value]
+    if any(one is not None and not one >= least for one in several):
         raise ValueError(f"{name}={value!r} is out of range; it must be at least {least}.")
 
 
-def positive(name: str, value: float) -> None:
-    """Refuse a number that isn't above 0."""
-    if not value > 0:
+def positive(name: str, value: float | list[float]) -> None:
+    """Refuse a number that isn't above 0, alone or in a list."""
+    if not all(one > 0 for one in (value if isinstance(value, list | tuple) else [value])):
         raise ValueError(f"{name}={value!r} is out of range; it must be positive.")
 
 

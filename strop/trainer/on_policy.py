@@ -124,7 +124,7 @@ class OnPolicyTrainer(BaseTrainer):
         self.generator = generator or InProcessGenerator(model, tokenizer)
         self.episodes = self.make_episodes()
         own = self.episodes.own_rewards
-        self.rewards, self.reward_names, self.reward_weights = weighted_rewards(functions, own, args)
+        self.rewards, self.reward_names, self.reward_weights = self.settled_rewards(functions, own)
         self._check_rows()
         self._is_evaluating = False
         self.reference: Computed | None = self._settled_reference() if args.beta else None
@@ -139,6 +139,10 @@ class OnPolicyTrainer(BaseTrainer):
     def make_episodes(self) -> Episodes:
         """What turns rows into rollouts."""
         return SingleTurn(self.generator, self.encoder)
+
+    def settled_rewards(self, functions: list[Callable], own: Sequence[str]) -> tuple:
+        """What asks the reward functions, the names of all rewards, and their weights."""
+        return weighted_rewards(functions, own, self.args)
 
     def batch_plan(self) -> BatchPlan:
         """Prompts, completions and optimizer steps of this run; print it."""
@@ -446,7 +450,7 @@ class OnPolicyTrainer(BaseTrainer):
         rows = rows if not isinstance(rows, str) else self.eval_dataset[rows]
         if rows is None:
             raise ValueError("there is no eval_dataset; pass one to the constructor or to evaluate")
-        size = max(self.args.per_device_eval_batch_size // self.args.generations_in_evaluation, 1)
+        size = max(self.args.completions_per_device_eval // self.args.generations_in_evaluation, 1)
         rounds = EvalRounds(rows, size, self.accelerator.num_processes, self.accelerator.process_index)
         return DataLoader(rounds, batch_size=None)
 
@@ -475,7 +479,7 @@ class OnPolicyTrainer(BaseTrainer):
             metrics = measure.added([measure.length_metrics(rollouts), measure.episode_metrics(rollouts)])
             self.eval_sums.add({**metrics, **self.measured_rewards(rollouts, group)})
         experiences = [self.experience(rollout) for rollout in rollouts]
-        size = self.args.per_device_eval_batch_size
+        size = self.args.completions_per_device_eval
         for start in range(0, len(experiences), size):
             batch = self.ready_batch_of(experiences[start : start + size])
             counts = self.count(batch)

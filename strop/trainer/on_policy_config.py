@@ -313,10 +313,20 @@ class OnPolicyConfig(ModelInitArguments, BaseConfig):
                 self, {"num_completions_to_print": None, "log_unique_prompts": False}, "log_completions=False"
             )
 
+    @property
+    def completions_per_device(self) -> int:
+        """Completions that a device trains at a time."""
+        return self.per_device_train_batch_size
+
+    @property
+    def completions_per_device_eval(self) -> int:
+        """Completions that a device evaluates at a time."""
+        return self.per_device_eval_batch_size
+
     def _settle_sizes(self):
         """Both names of a generation's size hold what follows from the other."""
         processes = int(os.environ.get("WORLD_SIZE", 1))
-        size, accumulation = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        size, accumulation = self.completions_per_device, self.gradient_accumulation_steps
         self.steps_per_generation = settled_steps(
             size, processes, accumulation, self.steps_per_generation, self.generation_batch_size
         )
@@ -326,7 +336,7 @@ class OnPolicyConfig(ModelInitArguments, BaseConfig):
     def plan(self, num_processes: int, num_prompts: int | None = None) -> BatchPlan:
         """The sizes of a run. Raises ValueError where groups would be torn apart."""
         return BatchPlan(
-            self.per_device_train_batch_size,
+            self.completions_per_device,
             num_processes,
             self.gradient_accumulation_steps,
             self.steps_per_generation,
