@@ -473,7 +473,7 @@ class OnPolicyTrainer(BaseTrainer):
         rows = [row for row in inputs["rows"] for _ in range(group)]
         sampling = self.args.sampling
         rollouts = self._scored(rows, numbers, replace(sampling, seed=sampling.seed + EVALUATION_SEED))
-        self._look_up(rollouts, max(self.args.per_device_eval_batch_size, group))
+        self._look_up(rollouts, max(self.args.completions_per_device_eval, group))
         self._finish(rollouts, group)
         if inputs["counted"]:
             metrics = measure.added([measure.length_metrics(rollouts), measure.episode_metrics(rollouts)])
