@@ -23,6 +23,7 @@ class Experience:
     ref_logps: list[float] | None = None
     sampling_logps: list[float] | None = None
     """log p as another program says that sampled; None where none did."""
+    kl_weight: float = 1.0
 
     @classmethod
     def of(cls, rollout: Rollout) -> "Experience":

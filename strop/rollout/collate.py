@@ -10,13 +10,15 @@ from strop.models.segments import Layout
 from strop.rollout.buffer import Experience
 
 STREAMS = ("old_logps", "ref_logps", "sampling_logps")
+COLUMNS = {"advantages": "advantage", "kl_weights": "kl_weight"}
+"""What a batch calls the numbers of its rows, and an experience its own."""
 
 
 @dataclass
 class RolloutCollator:
     """A batch with one row an experience, of its tokens after the prompt.
 
-    Those of `STREAMS` that the experiences have are (B, T), `advantages` is (B, 1). Without any experience: a batch of
+    Those of `STREAMS` that the experiences have are (B, T), `COLUMNS` are (B, 1). Without any experience: a batch of
     two tokens that trains nothing.
     """
 
@@ -40,14 +42,18 @@ class RolloutCollator:
             rows.append(_row(one, parents[prompt]))
             sizes.append(Example(1, len(one.token_ids) - (one.prompt_length if shared else 0)))
         batch = collate(rows, self.layout, self.pad_token_id, self.multiple_of)
-        advantages = torch.tensor([[one.advantage] for one in written], dtype=torch.float32)
-        return batch | {"advantages": advantages, "examples": sizes}
+        columns = {
+            name: torch.tensor([[getattr(one, field)] for one in written], dtype=torch.float32)
+            for name, field in COLUMNS.items()
+        }
+        return columns | batch | {"examples": sizes}
 
     def _nothing(self, streams: Sequence[str]) -> Batch:
         pad = self.pad_token_id
         row = TokenRow([pad, pad], [IGNORE, pad], -1, {name: [0.0, 0.0] for name in streams})
         batch = collate([row], self.layout, pad, self.multiple_of)
-        return keep_examples(batch | {"advantages": torch.zeros(1, 1), "examples": [Example(1, 2)]}, 0)
+        columns = {name: torch.zeros(1, 1) for name in COLUMNS}
+        return keep_examples(columns | batch | {"examples": [Example(1, 2)]}, 0)
 
 
 def _row(one: Experience, parent: int) -> TokenRow:

@@ -34,13 +34,18 @@ def with_signal(
     `play` gives the rollouts of so many new prompts, `rewards_of` the rewards whose differences count.
     """
     wanted, asked, played = len(rollouts), 0, 0
+    num_groups = wanted // group
     live, dead = _split(rollouts, group, rewards_of)
     while len(live) < wanted and played < rounds:
         missing = (wanted - len(live)) // group
         played, asked = played + 1, asked + missing
         more, duds = _split(play(missing), group, rewards_of)
         live, dead = live + more, dead + duds
-    metrics = {"dynamic_sampling/rounds": (played, 1.0), "dynamic_sampling/extra_prompts": (asked, 1.0)}
+    metrics = {
+        "dynamic_sampling/rounds": (played, 1.0),
+        "dynamic_sampling/extra_prompts": (asked, 1.0),
+        "dynamic_sampling/frac_with_signal": (len(live) // group, num_groups + asked),
+    }
     return (live + dead)[:wanted], metrics
 
 

@@ -144,6 +144,8 @@ class Rollout:
     """log p of each token under the policy that a ratio is taken to; None where that is the policy in training."""
     ref_logps: list[float] | None = None
     """log p of each token under the reference, if there is one."""
+    kl_weight: float = 1.0
+    """0 where the KL divergence from the reference leaves it alone."""
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     """(sum, weight) of what the episode measured, e.g. {"tools/call_frequency": (2, 1)}; added up over rollouts."""
 

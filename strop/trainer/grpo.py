@@ -281,7 +281,8 @@ class GRPOTrainer(OnPolicyTrainer):
         else:
             log_ratio = self.policy_loss.log_ratio(sampled) if args.use_bias_correction_kl else None
             kl = kl_penalty(sampled.logps, batch["ref_logps"], mask, args.kl_estimator, log_ratio)
-        return None if args.kl_in_reward else args.beta * kl, {"kl": (masked_sum(kl.detach(), mask), mask.sum())}
+        metrics = {"kl": (masked_sum(kl.detach(), mask), mask.sum())}
+        return None if args.kl_in_reward else args.beta * batch["kl_weights"] * kl, metrics
 
     def bonus(self, scores: TokenScores, batch: Batch, counts: StepCounts, loss: Tensor) -> tuple[Any, Metrics]:
         """This batch's share of the weighted mean entropy of the trained tokens, and the loss without it."""

@@ -10,7 +10,7 @@ processes hold the whole block, so what is trained together depends on no number
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,7 +38,7 @@ from strop.rollout.encode import Encoder
 from strop.rollout.episodes import Episodes, SingleTurn
 from strop.rollout.generator import InProcessGenerator
 from strop.rollout.plan import BatchPlan
-from strop.rollout.refill import spreads, with_signal
+from strop.rollout.refill import has_signal, spreads, with_signal
 from strop.rollout.replay import ReplayBuffer
 from strop.rollout.sampler import PromptSource
 from strop.rollout.types import Generator, Rollout, Sampling
@@ -248,7 +248,7 @@ class OnPolicyTrainer(BaseTrainer):
                 rollouts,
                 group,
                 rounds,
-                self.totals,
+                self.signals,
                 lambda count: self._played(self.source.take(count, across=True), group, sampling),
             )
             self._measure(metrics)
@@ -324,6 +324,11 @@ class OnPolicyTrainer(BaseTrainer):
         """(N,): weighted sums of rewards, NaN where nothing could be judged."""
         return weighted_sum(self.rewards_of(rollouts), self.reward_weights)
 
+    def signals(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """(N,): the rewards whose differences dynamic sampling asks for."""
+        name = self.args.dynamic_sampling_reward
+        return self.totals(rollouts) if name is None else measure.reward_matrix(rollouts, [name])[:, 0]
+
     def measured_rewards(self, rollouts: Sequence[Rollout], group: int) -> Metrics:
         return measure.reward_metrics(self.rewards_of(rollouts), self.reward_names, self.totals(rollouts), group)
 
@@ -332,7 +337,7 @@ class OnPolicyTrainer(BaseTrainer):
         raise TypeError(f"{type(self).__name__} must define `advantages`")
 
     def _finish(self, rollouts: Sequence[Rollout], group: int) -> None:
-        """Give rollouts their advantages."""
+        """Give rollouts their advantages, and say which the KL divergence leaves alone."""
         unjudged = self.totals(rollouts).isnan()
         if unjudged.any():
             first = rollouts[int(unjudged.nonzero()[0, 0])]
@@ -340,6 +345,10 @@ class OnPolicyTrainer(BaseTrainer):
                 "no reward applies to %d of %d completions, which train nothing; the first: prompt %.200r, completion "
                 "%.200r", int(unjudged.sum()), len(rollouts), first.prompt, first.completion,
             )  # fmt: skip
+        if not self.args.kl_on_equal_rewards:
+            differ = has_signal(self.totals(rollouts), group).repeat_interleave(group)
+            for rollout, weight in zip(rollouts, differ.tolist(), strict=True):
+                rollout.kl_weight = float(weight)
         for rollout, advantage in zip(rollouts, self.advantages(rollouts, group).tolist(), strict=True):
             rollout.advantage = advantage
 
@@ -354,12 +363,15 @@ class OnPolicyTrainer(BaseTrainer):
             rollout.old_logps,
             rollout.ref_logps,
             rollout.logps if self.needs_sampling_logps else None,
+            kl_weight=rollout.kl_weight,
         )
 
     def reference_kl(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """(N,): log pi/ref of each completion, the sum over its tokens, under the policy that wrote it."""
+        """(N,): log pi/ref of each completion, the sum over its tokens, under the policy that wrote it; 0 where it is
+        left alone."""
         zipped = [zip(r.old_logps, r.ref_logps, r.completion_mask, strict=True) for r in rollouts]
-        return torch.tensor([sum(old - ref for old, ref, m in tokens if m) for tokens in zipped])
+        sums = torch.tensor([sum(old - ref for old, ref, m in tokens if m) for tokens in zipped])
+        return torch.where(torch.tensor([r.kl_weight > 0 for r in rollouts]), sums, 0.0)
 
     @property
     def needs_sampling_logps(self) -> bool:

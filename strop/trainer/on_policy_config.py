@@ -126,6 +126,13 @@ class OnPolicyConfig(ModelInitArguments, BaseConfig):
     """How often at most groups without a signal, all of whose rewards are equal, are replaced by those of new prompts
     before training (DAPO, arXiv:2503.14476, section 3.2); 0 for never."""
 
+    dynamic_sampling_reward: str | None = None
+    """Name of the one reward whose differences count as a signal there, e.g. "accuracy_reward" next to one for style;
+    their weighted sum if not set."""
+
+    kl_on_equal_rewards: bool = True
+    """Let the KL divergence pull on groups of equal rewards, too, which teach nothing else."""
+
     replay_buffer_size: int = 0
     """How many groups, those whose rewards differ most, are kept to be trained once more in the place of groups without
     a signal; 0 for none. Experimental."""
@@ -263,6 +270,10 @@ class OnPolicyConfig(ModelInitArguments, BaseConfig):
             checks.at_least(name, getattr(self, name), 0)
         checks.one_of("overlong", self.overlong, ("truncate", "drop", "error"))
         checks.one_of("layout", self.layout, ("auto", "packed", "padded"))
+        if not self.dynamic_sampling_rounds:
+            checks.no_effect(self, {"dynamic_sampling_reward": None}, "dynamic_sampling_rounds=0")
+        if not self.beta:
+            checks.no_effect(self, {"kl_on_equal_rewards": True}, "beta=0")
         if self.max_prompt_length is None:
             checks.no_effect(self, {"overlong": "truncate"}, "max_prompt_length=None, as no prompt is too long")
         if self.max_completion_length is None:

@@ -16,6 +16,8 @@ from strop.rewards.function import unique
 from strop.rewards.resolve import resolve_reward
 from strop.rewards.scoring import RewardFunctions
 
+from . import checks
+
 
 class Share:
     """Which of num_prompts x group completions a process plays: whole groups where there are enough for all."""
@@ -94,7 +96,7 @@ def weighted_rewards(
     functions: list[Callable[..., Any]], own: Sequence[str], args: Any
 ) -> tuple[RewardFunctions | None, list[str], Tensor]:
     """What asks the functions, the names of all rewards, those that episodes give themselves (`own`) last, and the
-    weights (F,). Refuses a run without any reward, and weights that aren't as many."""
+    weights (F,). Refuses a run without any reward, weights that aren't as many, and an unknown name."""
     if not functions and not own:
         raise ValueError(
             "there is no reward, so there is nothing to learn; pass reward_funcs, e.g. reward_funcs=accuracy_reward"
@@ -111,4 +113,6 @@ def weighted_rewards(
         first = weights[: len(functions)]
         asked = RewardFunctions(functions, first, timeout=args.reward_timeout, workers=args.reward_workers)
     names = unique([*(asked.names if asked else []), *own])
+    if args.dynamic_sampling_reward is not None:
+        checks.one_of("dynamic_sampling_reward", args.dynamic_sampling_reward, names)
     return asked, names, torch.tensor(weights, dtype=torch.float32)

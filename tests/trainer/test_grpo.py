@@ -42,7 +42,7 @@ def golden_batch(args, policy, inputs):
     if args.get("use_tool_mask"):
         mask = mask * inputs["tool_mask"]
     advantages = doubles(args["advantages"]) if "advantages" in args else inputs["advantages"][:, None]
-    batch = {"completion_mask": mask, "advantages": advantages, "temperature": 1.0}
+    batch = {"completion_mask": mask, "advantages": advantages, "kl_weights": 1.0, "temperature": 1.0}
     if args.get("old") != "none":
         batch["old_logps"] = inputs["old_per_token_logps"]
     if "beta" in args:
@@ -168,6 +168,40 @@ def test_one_gradient_however_a_step_is_cut(variant, make):
         assert found == pytest.approx(value, rel=1e-4, abs=1e-5)
         for name, g in whole.items():
             torch.testing.assert_close(parts[name], g, rtol=1e-4, atol=1e-5 * largest, msg=name)
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_groups_of_equal_rewards_can_be_left_alone_by_the_reference(loss_type, make):
+    """Of two groups one is constant: the KL of the other stays, and a block of constant groups has no gradient."""
+
+    def block(left_alone, *rewards, **config):
+        trainer = make(
+            loss_type=loss_type, beta=0.5, num_iterations=2, kl_on_equal_rewards=not left_alone, seed=3,
+            rewards=lambda completions, **_: list(rewards), **config,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        for parameter in trainer.reference.model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        return trainer, block_of(trainer)
+
+    trainer, constant = block(True, 1.0, 1.0, 0.0, 0.0)
+    assert all(g.abs().max() == 0 for g in gradient(trainer, constant, [4])[1].values())
+    trainer, constant = block(False, 1.0, 1.0, 0.0, 0.0)
+    assert max(g.abs().max() for g in gradient(trainer, constant, [4])[1].values()) > 1e-3
+    trainer, mixed = block(True, 0.0, 1.0, 0.0, 0.0)
+    found = gradient(trainer, mixed, [4])[1]
+    for one in mixed[2:]:
+        one.ref_logps = logps_now(trainer, one)
+    for one in mixed:
+        one.kl_weight = 1.0  # but the gradient of a KL to itself is 0
+    for name, expected in gradient(trainer, mixed, [4])[1].items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def logps_now(trainer, experience):
+    length = len(experience.token_ids) - experience.prompt_length
+    own = trainer.policy_logps(trainer.batch_of([experience]))[0, :length].tolist()
+    return [0.0] * experience.prompt_length + own
 
 
 @pytest.mark.parametrize("loss_type", [name for name in LOSSES if name not in ("luspo", "vespo")])
@@ -321,6 +355,8 @@ def test_a_model_learns_to_say_a_word(make, bpe_tokenizer):
         ({"num_completions_to_print": 3}, "log_completions=False"),
         ({"overlong": "drop"}, "max_prompt_length=None"),
         ({"top_p": 0.0}, "top_p=0.0"),
+        ({"kl_on_equal_rewards": False}, "kl_on_equal_rewards=False would have no effect with beta=0"),
+        ({"dynamic_sampling_reward": "f"}, "dynamic_sampling_reward='f' would have no effect with dynamic_sampling_r"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(config, message):

@@ -211,6 +211,7 @@ def test_groups_without_a_signal_are_replaced(make, bpe_tokenizer):
     assert asked == names[:6]  # 4, and exactly 2 more
     log = steps(trainer)[0]
     assert (log["dynamic_sampling/rounds"], log["dynamic_sampling/extra_prompts"]) == (1, 2)
+    assert log["dynamic_sampling/frac_with_signal"] == pytest.approx(4 / 6)
     assert log["frac_reward_zero_std"] == 0
     assert all(one.advantage for one in trainer.buffer.experiences)
 
@@ -222,6 +223,24 @@ def test_dynamic_sampling_gives_up(make, bpe_tokenizer):
     trainer.train()
     assert len(generator.asked) == (2 + 2 + 2) * 2
     assert steps(trainer)[0]["frac_reward_zero_std"] == 1
+
+
+def test_the_signal_can_be_that_of_one_reward(make, bpe_tokenizer):
+    """A reward for style differs in every group, so that of the sum nothing would be missing."""
+
+    def style(completions, **_):
+        return [0.001 * i for i in range(len(completions))]
+
+    names = ["0 a", "b", "0 c", "d", "e", "f", "g", "h"]
+    common = {"rows": Dataset.from_list([{"prompt": name} for name in names]), "rewards": [by_length, style]}
+    common |= {"per_device_train_batch_size": 8, "shuffle_dataset": False, "max_steps": 1}
+    for name, expected in ((None, 4), ("style", 4), ("by_length", 6)):
+        generator = Constant(bpe_tokenizer)
+        trainer = make(generator=generator, dynamic_sampling_rounds=3, dynamic_sampling_reward=name, **common)
+        trainer.train()
+        assert [bpe_tokenizer.decode(prompt) for prompt in generator.asked[::2]] == names[:expected]
+    with pytest.raises(ValueError, match="dynamic_sampling_reward='by_lenth' is unknown; choose one of by_length, sty"):
+        make(dynamic_sampling_rounds=3, dynamic_sampling_reward="by_lenth", **common)
 
 
 def test_groups_of_the_past_stand_in_for_those_without_a_signal(make):

@@ -72,6 +72,27 @@ def test_the_divergence_is_subtracted_before_the_baseline(make):
         assert one.advantage != 0
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+def test_groups_of_equal_rewards_can_be_left_alone_by_the_reference(normalize, make):
+    """There the divergence makes all of the advantages; in other groups it stays."""
+
+    def advantages(**config):
+        trainer = make(
+            rewards=lambda completions, **_: [1.0, 1.0, 0.0, 1.0], beta=0.5, num_generations=2,
+            normalize_advantages=normalize, **config,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        for parameter in trainer.reference.model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        return [one.advantage for one in first_block(trainer)]
+
+    pulled, left_alone = advantages(), advantages(kl_on_equal_rewards=False)
+    assert all(pulled)
+    assert left_alone[:2] == [0, 0]
+    if not normalize:
+        assert left_alone[2:] == pulled[2:]
+
+
 def test_it_learns(make, bpe_tokenizer):
     wanted = bpe_tokenizer.encode("a", add_special_tokens=False)[0]
     trainer = make(
