@@ -11,8 +11,9 @@ A trainer holds one `Reference` and never asks which kind it is.
 import copy
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +39,26 @@ class Reference(Protocol):
     def logps(self, batch: Mapping[str, Any]) -> Tensor: ...
 
 
-class FrozenModel:
+class Computed(ABC):
+    """A reference that is in memory. Subclasses write `acting` and `tensors`."""
+
+    model: Module
+
+    @abstractmethod
+    def acting(self) -> AbstractContextManager[Module]:
+        """Within it, what it gives is the reference, in evaluation mode: to be read, or to write."""
+
+    @abstractmethod
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All that its log-probabilities depend on, by name."""
+
+    @torch.no_grad()
+    def logps(self, batch: Mapping[str, Any]) -> Tensor:
+        with self.acting() as model:
+            return logps(model, batch, temperature=batch.get("temperature", 1.0)).logps
+
+
+class FrozenModel(Computed):
     """A second model whose weights training doesn't touch."""
 
     def __init__(self, model: Module):
@@ -49,27 +69,26 @@ class FrozenModel:
         """Its weights by name; whoever changes them moves the reference."""
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
 
-    @torch.no_grad()
-    def logps(self, batch: Mapping[str, Any]) -> Tensor:
-        return _logps(self.model, batch)
+    @contextmanager
+    def acting(self) -> Iterator[Module]:
+        yield self.model
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All that its log-probabilities depend on, by name."""
         yield from self.model.state_dict().items()
 
 
-class AdapterOff:
+class AdapterOff(Computed):
     """The model itself without its adapter; only the starting policy if the adapter is fresh."""
 
     def __init__(self, model: Module):
         self.model = model
 
-    @torch.no_grad()
-    def logps(self, batch: Mapping[str, Any]) -> Tensor:
+    @contextmanager
+    def acting(self) -> Iterator[Module]:
         frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
         try:
             with evaluating(self.model), self.model.disable_adapter():
-                return _logps(self.model, batch)
+                yield self.model
         finally:
             for parameter in frozen:  # peft unfreezes whole adapters when it switches them on
                 parameter.requires_grad_(False)
@@ -79,7 +98,7 @@ class AdapterOff:
         yield from ((name, value) for name, value in self.model.state_dict().items() if name not in trained)
 
 
-class FrozenWeights:
+class FrozenWeights(Computed):
     """The model itself, in which copies of its trainable weights take their place meanwhile.
 
     For an adapter, whatever its name or kind, and for a model of which a part is trained.
@@ -90,26 +109,26 @@ class FrozenWeights:
         self.weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
         """By the parameter's name; whoever changes them moves the reference."""
 
-    @torch.no_grad()
-    def logps(self, batch: Mapping[str, Any]) -> Tensor:
+    @contextmanager
+    def acting(self) -> Iterator[Module]:
         with evaluating(self.model), weights_replaced(self.model, self.weights):
-            return _logps(self.model, batch)
+            yield self.model
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         with weights_replaced(self.model, self.weights):
             yield from self.model.state_dict().items()
 
 
-class ModelNow:
+class ModelNow(Computed):
     """The model as it is at the moment: the reference as long as it isn't trained."""
 
     def __init__(self, model: Module):
         self.model = model
 
-    @torch.no_grad()
-    def logps(self, batch: Mapping[str, Any]) -> Tensor:
+    @contextmanager
+    def acting(self) -> Iterator[Module]:
         with evaluating(self.model):
-            return _logps(self.model, batch)
+            yield self.model
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.state_dict().items()
@@ -125,13 +144,6 @@ class Precomputed:
                 "Pass data sets to the trainer's constructor, evaluate or predict, which compute them"
             )
         return batch["ref_logps"].to(batch["targets"].device)
-
-
-Computed = FrozenModel | AdapterOff | FrozenWeights | ModelNow
-
-
-def _logps(model: Module, batch: Mapping[str, Any]) -> Tensor:
-    return logps(model, batch, temperature=batch.get("temperature", 1.0)).logps
 
 
 def reference_for(

@@ -17,6 +17,8 @@ from strop.rewards.texts import Words, conversation_text, text_of
 logger = logging.getLogger(__name__)
 
 Judgement = TypeVar("Judgement")
+Pair = tuple[Words, Words]
+"""Two completions of one prompt."""
 
 SCORE_PROMPT = """\
 Judge the answer to a request by this rule: {rubric}
@@ -131,17 +133,25 @@ def judge_reward(
     return _JudgeReward(ChatEndpoint(model, base_url, **endpoint), rubric, low, high, attempts)
 
 
-class BasePairwiseJudge(ABC):
-    """Tells which of two completions is the better one. Subclasses write `compare`."""
+class BaseJudge(ABC):
+    """Says which completions are better. Subclasses write `judge`."""
 
     @abstractmethod
-    def compare(
-        self, prompts: Sequence[Words], pairs: Sequence[tuple[Words, Words]], flipped: Sequence[bool]
-    ) -> list[float | None]:
+    def judge(self, prompts: Sequence[Words], completions: Sequence[Any], shuffle_order: bool = True) -> list[Any]:
+        """One verdict a prompt."""
+
+
+class BasePairwiseJudge(BaseJudge):
+    """Tells which of two completions is the better one. Subclasses write `compare`, or `judge` alone."""
+
+    def compare(self, prompts: Sequence[Words], pairs: Sequence[Pair], flipped: Sequence[bool]) -> list[float | None]:
         """(N,): the probability that the first of each pair is better, 0.5 for a tie, None for no verdict.
 
         Where `flipped`, the pair should be shown with its second completion first; the number is still about its first.
         """
+        if type(self).judge is BasePairwiseJudge.judge:
+            raise TypeError(f"{type(self).__name__} must define `compare`")
+        return by_index(self.judge, prompts, pairs, flipped)
 
     def judge(
         self,
@@ -172,6 +182,19 @@ class BasePairwiseJudge(ABC):
         return found if return_scores else [_index(probability) for probability in found]
 
 
+def by_index(
+    judge: Callable[..., Sequence[int]], prompts: Sequence[Words], pairs: Sequence[Pair], flipped: Sequence[bool]
+) -> list[float | None]:
+    """(N,): what `compare` returns, from a `judge` that gives the index of the better one, or -1 for no verdict."""
+    shown = [[second, first] if flip else [first, second] for (first, second), flip in zip(pairs, flipped, strict=True)]
+    found = judge(prompts, shown, shuffle_order=False)
+    if len(found) != len(pairs):
+        raise ValueError(f"a judge returned {len(found)} verdicts for {len(pairs)} pairs; it must return one each.")
+    return [
+        None if index not in (0, 1) else float((index == 0) != flip) for index, flip in zip(found, flipped, strict=True)
+    ]
+
+
 def _index(probability: float | None) -> int:
     if probability is None or probability == 0.5:
         return -1
@@ -200,21 +223,19 @@ class PairwiseJudge(BasePairwiseJudge):
         self.rubric, self.both_orders, self.attempts = rubric, both_orders, attempts
         self.loop = Loop()
 
-    def compare(
-        self, prompts: Sequence[Words], pairs: Sequence[tuple[Words, Words]], flipped: Sequence[bool]
-    ) -> list[float | None]:
+    def compare(self, prompts: Sequence[Words], pairs: Sequence[Pair], flipped: Sequence[bool]) -> list[float | None]:
         async def ask_all() -> list[float | None]:
             return await asyncio.gather(*map(self.verdict, prompts, pairs, flipped))
 
         return self.loop.submit(ask_all()).result()
 
-    async def verdict(self, prompt: Words, pair: tuple[Words, Words], flipped: bool) -> float | None:
+    async def verdict(self, prompt: Words, pair: Pair, flipped: bool) -> float | None:
         if not self.both_orders:
             return await self.shown(prompt, pair, flipped)
         both = await asyncio.gather(*(self.shown(prompt, pair, order) for order in (False, True)))
         return None if None in both else sum(both) / 2
 
-    async def shown(self, prompt: Words, pair: tuple[Words, Words], flipped: bool) -> float | None:
+    async def shown(self, prompt: Words, pair: Pair, flipped: bool) -> float | None:
         first, second = (text_of(completion) for completion in (reversed(pair) if flipped else pair))
         question = PAIR_PROMPT.format(rubric=self.rubric, prompt=conversation_text(prompt), first=first, second=second)
         found = await asked(self.endpoint, question, verdict_in, self.attempts)
