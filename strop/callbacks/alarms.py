@@ -42,8 +42,8 @@ class PreferenceAlarm(TrainerCallback):
 
 
 class RolloutAlarm(TrainerCallback):
-    """Warns, once each: when `patience` logs in a row show rollouts that are cut off and teach nothing, and when a
-    correction for another sampler leaves out most of them."""
+    """Warns, once each: when `patience` logs in a row show rollouts that are cut off and teach nothing, with
+    `stop_on_dead_run` ending the run with a checkpoint, and when a correction for another sampler leaves out most."""
 
     def __init__(self, patience: int = 3):
         self.patience = patience
@@ -54,7 +54,7 @@ class RolloutAlarm(TrainerCallback):
         """Whether most completions, or tokens, were seen to be left out."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not logs or "loss" not in logs or not state.is_world_process_zero:
+        if not logs or "loss" not in logs:
             return
         self._look_at_masks(args, state, logs.get("sampling/masked_ratio", 0.0))
         cut_off = logs.get("completions/clipped_ratio")
@@ -62,18 +62,23 @@ class RolloutAlarm(TrainerCallback):
             return
         is_masked = args.mask_truncated_completions and cut_off == 1
         self.dead = self.dead + 1 if is_masked or (cut_off >= 0.9 and not logs.get("reward_std")) else 0
-        if self.dead == self.patience:
+        if self.dead != self.patience:
+            return
+        if args.stop_on_dead_run:
+            control.should_training_stop = control.should_save = True
+        if state.is_world_process_zero:
             logger.warning(
                 "step %d: in %d logs in a row completions/clipped_ratio was %.2g and %s: almost every completion is "
                 "cut off before its end and %s, so nothing is learnt. Raise max_completion_length (%d), or ask for "
-                "shorter answers",
+                "shorter answers.%s",
                 state.global_step, self.patience, cut_off,
                 "mask_truncated_completions is on" if is_masked else "reward_std 0",
                 "left out" if is_masked else "earns the same", args.max_completion_length,
+                " The run ends here, with a checkpoint, as stop_on_dead_run=True" if args.stop_on_dead_run else "",
             )  # fmt: skip
 
     def _look_at_masks(self, args, state, masked: float) -> None:
-        if self.has_masked or masked < 0.5:
+        if self.has_masked or masked < 0.5 or not state.is_world_process_zero:
             return
         self.has_masked = True
         logger.warning(

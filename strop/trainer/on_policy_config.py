@@ -137,6 +137,10 @@ class OnPolicyConfig(ModelInitArguments, BaseConfig):
     """How many groups, those whose rewards differ most, are kept to be trained once more in the place of groups without
     a signal; 0 for none. Experimental."""
 
+    stop_on_dead_run: bool = False
+    """End the run, with a checkpoint, after three logs in a row with nine of ten completions cut off at least and no
+    difference in reward, of which one is warned in any case."""
+
     disable_dropout: bool = True
     """Switch off dropout, so that ratios are 1 where the policy hasn't moved."""
 

@@ -267,11 +267,22 @@ def test_a_run_that_cannot_learn_is_told(make, caplog, bpe_tokenizer):
         def generate(self, prompts, sampling, *, rows=None, max_tokens=None):
             return [Completion([7] * sampling.max_tokens, [-1.0] * sampling.max_tokens, "length") for _ in prompts]
 
+    config = {"rewards": lambda completions, **_: [0.0] * len(completions), "max_steps": 5}
     with caplog.at_level(logging.WARNING):
-        make(
-            generator=Endless(bpe_tokenizer), rewards=lambda completions, **_: [0.0] * len(completions), max_steps=5
-        ).train()
-    assert caplog.text.count("Raise max_completion_length (6)") == 1
+        trainer = make(generator=Endless(bpe_tokenizer), **config)
+        trainer.train()
+    told = [record.getMessage() for record in caplog.records if "clipped_ratio" in record.getMessage()]
+    assert trainer.state.global_step == 5
+    assert len(told) == 1
+    assert told[0].startswith("step 3: in 3 logs in a row completions/clipped_ratio was 1 and reward_std 0")
+    assert "Raise max_completion_length (6)" in told[0]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        trainer = make(generator=Endless(bpe_tokenizer), stop_on_dead_run=True, **config)
+        trainer.train()
+    assert caplog.text.count("The run ends here, with a checkpoint, as stop_on_dead_run=True") == 1
+    assert trainer.state.global_step == 3
+    assert Path(trainer.args.output_dir, "checkpoint-3", "rollouts.json").is_file()
 
 
 def test_a_run_whose_completions_are_all_cut_off_and_masked_is_told(make, caplog):
