@@ -146,6 +146,10 @@ RLOO = ON_POLICY | {
     "stop_token_id": Removed('use generation_kwargs={"stop_token_ids": [...]}'),
 }
 
+ONLINE = {name: entry for name, entry in ON_POLICY.items() if name != "max_new_tokens"} | {
+    "dataset_num_proc": Removed("prompts are cut into tokens when they are asked"),
+}
+
 TRAINER = {"tokenizer": Renamed("processing_class")}
 
 SFT_TRAINER = {
@@ -201,6 +205,11 @@ ON_POLICY_TRAINER = {
     "data_collator": Removed("rollouts are put into batches by the trainer itself"),
 }
 
+ONLINE_TRAINER = {
+    "reward_model": Renamed("reward_funcs"),
+    "reward_processing_class": Renamed("reward_processing_classes"),
+}
+
 LABELLED_TRAINER = {
     name: entry
     for name, entry in (REFERENCE_FREE_TRAINER | LABELLED).items()
@@ -229,6 +238,8 @@ OLD_NAMES: dict[str, dict[str, Renamed | Moved | Removed]] = {
     "RLOOConfig": TRAINING | RLOO,
     "PRMConfig": TRAINING | REWARD,
     **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), TRAINER | ON_POLICY_TRAINER),
+    **dict.fromkeys(("OnlineDPOConfig", "XPOConfig", "NashMDConfig"), TRAINING | ONLINE),
+    **dict.fromkeys(("OnlineDPOTrainer", "XPOTrainer", "NashMDTrainer"), TRAINER | ONLINE_TRAINER),
     "PRMTrainer": TRAINER | REWARD_TRAINER,
     **dict.fromkeys(("CPOConfig", "SimPOConfig", "ORPOConfig", "TPOConfig"), TRAINING | REFERENCE_FREE),
     **dict.fromkeys(("CPOTrainer", "SimPOTrainer", "ORPOTrainer", "TPOTrainer"), TRAINER | REFERENCE_FREE_TRAINER),

@@ -74,6 +74,7 @@ EXPERIMENTAL = {
     method.lower(): {f"{method}Config", f"{method}Trainer"}
     for method in ["BCO", "CPO", "KTO", "ORPO", "PRM", "SimPO", "TPO"]
 }
+EXPERIMENTAL["online_dpo"] = {"OnlineDPOConfig", "OnlineDPOTrainer"}
 EXPERIMENTAL["bema_for_ref_model"] = {"BEMACallback", "DPOTrainer"}
 
 
