@@ -23,10 +23,11 @@ RANKS = {
     "data": 2,
     "rewards": 3,
     "rollout": 4,
-    "callbacks": 5,
-    "runs": 5,
-    "trainer": 6,
-    "cli": 7,
+    "evals": 5,
+    "callbacks": 6,
+    "runs": 6,
+    "trainer": 7,
+    "cli": 8,
 }
 OUTERMOST = {"experimental", "scripts", "__init__.py", "__main__.py"}
 """Import paths that users know; they may import everything and hold no logic."""
@@ -41,6 +42,7 @@ OPTIONAL = {
     "gguf",
     "jsonschema",
     "liger_kernel",
+    "lm_eval",
     "math_verify",
     "matplotlib",
     "tensorboard",

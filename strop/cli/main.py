@@ -18,6 +18,8 @@ TRAINING = {
     "orpo": "fine-tuning and odds ratio preference in one, without a reference model",
     "tpo": "pairs with a gold completion that is learnt from as well",
     "grpo": "group-relative policy optimisation: completions of a prompt, scored and compared",
+    "ppo": "proximal policy optimisation: completions scored, each token against an expected value",
+    "online_dpo": "DPO on pairs that the policy writes itself, told apart by rewards",
     "rloo": "REINFORCE leave-one-out: completions of a prompt against the mean of the others",
     "reward": "a reward model from pairs, or from ranked completions",
     "prm": "a process reward model from solutions whose steps are judged",
@@ -27,6 +29,7 @@ COMMANDS = {
         "strop.cli.quickstart:main",
         "fine-tune a small real model on embedded data, and see what it learnt",
     ),
+    "run": ("strop.cli.run:main", "several commands as the stages of one pipeline, from a file"),
     "inspect": (
         "strop.cli.inspect:main",
         "show rows as the trainer sees them: which tokens are trained, context, padding",
@@ -35,6 +38,7 @@ COMMANDS = {
     "chat": ("strop.cli.chat:main", "talk to a model or a trained folder"),
     "generate": ("strop.cli.chat:generate_main", "answer prompts from a file with a model or a trained folder"),
     "score": ("strop.cli.score:main", "score answers with a reward model"),
+    "eval": ("strop.cli.eval:main", "measure a model on rows: loss, rewards, pass@k, against another model"),
     "rewards": ("strop.cli.rewards:main", "rewards try: see what reward functions say of stored completions"),
     "env": ("strop.cli.env:main", "print versions, devices, and what works here"),
 }
@@ -64,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def explained(name: str, words: list[str]) -> int:
     """Run a command that is no training; an error of ours is its text, without a traceback."""
+    from strop.cli.launch import end_with_parent
+
+    end_with_parent()
     module, function = COMMANDS[name][0].split(":")
     try:
         return getattr(importlib.import_module(module), function)(words)

@@ -49,7 +49,7 @@ def score(
     pad = tokenizer.pad_token_id or 0
     parts = [
         scores(model, batch)
-        for batch in _batches(model, pairs, batch_size, lambda part, layout: collated(part, layout, pad), layout)
+        for batch in batches_of(model, pairs, batch_size, lambda part, layout: collated(part, layout, pad), layout)
     ]
     return torch.cat(parts).cpu() if parts else torch.zeros(0)
 
@@ -79,7 +79,7 @@ def score_steps(
     refuse_beyond_positions(model, max((len(row["input_ids"]) for row in examples), default=0), "score")
     pad = tokenizer.pad_token_id or 0
     judgements: list[Tensor] = []
-    for batch in _batches(model, examples, batch_size, lambda part, layout: StepCollator(pad, layout)(part), layout):
+    for batch in batches_of(model, examples, batch_size, lambda part, layout: StepCollator(pad, layout)(part), layout):
         good = token_outputs(model, batch).softmax(-1)[..., 1].cpu()
         judgements += [row[own] for row, own in zip(good, batch["completion_mask"].bool().cpu(), strict=True)]
     return judgements
@@ -88,7 +88,7 @@ def score_steps(
 Example = TypeVar("Example")
 
 
-def _batches(
+def batches_of(
     model: nn.Module,
     examples: Sequence[Example],
     batch_size: int,
