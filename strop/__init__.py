@@ -21,6 +21,7 @@ EXPORTS = {
     "strop.trainer.tpo": ("TPOConfig", "TPOTrainer"),
     "strop.trainer.grpo": ("GRPOConfig", "GRPOTrainer"),
     "strop.trainer.rloo": ("RLOOConfig", "RLOOTrainer"),
+    "strop.trainer.online_dpo": ("OnlineDPOConfig", "OnlineDPOTrainer"),
     "strop.models.model_config": ("ModelConfig", "get_kbit_device_map", "get_peft_config", "get_quantization_config"),
     "strop.data.pack": ("pack_dataset",),
     "strop.data.chat": ("apply_chat_template", "maybe_apply_chat_template"),
@@ -61,6 +62,8 @@ __all__ = [
     "ModelConfig",
     "ORPOConfig",
     "ORPOTrainer",
+    "OnlineDPOConfig",
+    "OnlineDPOTrainer",
     "PRMConfig",
     "PRMTrainer",
     "RLOOConfig",
@@ -120,6 +123,7 @@ if TYPE_CHECKING:
     from strop.trainer.dpo import DPOConfig, DPOTrainer
     from strop.trainer.grpo import GRPOConfig, GRPOTrainer
     from strop.trainer.kto import KTOConfig, KTOTrainer
+    from strop.trainer.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
     from strop.trainer.orpo import ORPOConfig, ORPOTrainer
     from strop.trainer.prm import PRMConfig, PRMTrainer
     from strop.trainer.reward import RewardConfig, RewardTrainer

@@ -58,6 +58,10 @@ METHODS = {
     "orpo": _method("orpo", "ORPO", "strop.trainer.orpo"),
     "tpo": _method("tpo", "TPO", "strop.trainer.tpo", rows="strop.data.preference:TRIPLES"),
     "grpo": _method("grpo", "GRPO", "strop.trainer.grpo", RewardFunctionArguments, rows="prompts"),
+    "online_dpo": _method(
+        *("online_dpo", "OnlineDPO", "strop.trainer.online_dpo", ReferenceModelArguments, RewardFunctionArguments),
+        rows="prompts",
+    ),
     "rloo": _method("rloo", "RLOO", "strop.trainer.rloo", RewardFunctionArguments, rows="prompts"),
     "reward": _method(
         "reward", "Reward", "strop.trainer.reward", rows="strop.trainer.reward:format_of", task="SEQ_CLS"

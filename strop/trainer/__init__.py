@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from strop.trainer.dpo import DPOConfig, DPOTrainer
     from strop.trainer.grpo import GRPOConfig, GRPOTrainer
     from strop.trainer.kto import KTOConfig, KTOTrainer
+    from strop.trainer.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
     from strop.trainer.orpo import ORPOConfig, ORPOTrainer
     from strop.trainer.prm import PRMConfig, PRMTrainer
     from strop.trainer.reward import RewardConfig, RewardTrainer
@@ -33,6 +34,8 @@ _MODULES = {
     "KTOTrainer": "strop.trainer.kto",
     "ORPOConfig": "strop.trainer.orpo",
     "ORPOTrainer": "strop.trainer.orpo",
+    "OnlineDPOConfig": "strop.trainer.online_dpo",
+    "OnlineDPOTrainer": "strop.trainer.online_dpo",
     "PRMConfig": "strop.trainer.prm",
     "PRMTrainer": "strop.trainer.prm",
     "RLOOConfig": "strop.trainer.rloo",
@@ -62,6 +65,8 @@ __all__ = [
     "KTOTrainer",
     "ORPOConfig",
     "ORPOTrainer",
+    "OnlineDPOConfig",
+    "OnlineDPOTrainer",
     "PRMConfig",
     "PRMTrainer",
     "RLOOConfig",
