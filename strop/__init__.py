@@ -20,6 +20,7 @@ EXPORTS = {
     "strop.trainer.orpo": ("ORPOConfig", "ORPOTrainer"),
     "strop.trainer.tpo": ("TPOConfig", "TPOTrainer"),
     "strop.trainer.grpo": ("GRPOConfig", "GRPOTrainer"),
+    "strop.trainer.ppo": ("PPOConfig", "PPOTrainer"),
     "strop.trainer.rloo": ("RLOOConfig", "RLOOTrainer"),
     "strop.trainer.online_dpo": ("OnlineDPOConfig", "OnlineDPOTrainer"),
     "strop.models.model_config": ("ModelConfig", "get_kbit_device_map", "get_peft_config", "get_quantization_config"),
@@ -64,6 +65,8 @@ __all__ = [
     "ORPOTrainer",
     "OnlineDPOConfig",
     "OnlineDPOTrainer",
+    "PPOConfig",
+    "PPOTrainer",
     "PRMConfig",
     "PRMTrainer",
     "RLOOConfig",
@@ -125,6 +128,7 @@ if TYPE_CHECKING:
     from strop.trainer.kto import KTOConfig, KTOTrainer
     from strop.trainer.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
     from strop.trainer.orpo import ORPOConfig, ORPOTrainer
+    from strop.trainer.ppo import PPOConfig, PPOTrainer
     from strop.trainer.prm import PRMConfig, PRMTrainer
     from strop.trainer.reward import RewardConfig, RewardTrainer
     from strop.trainer.rloo import RLOOConfig, RLOOTrainer

@@ -146,6 +146,22 @@ RLOO = ON_POLICY | {
     "stop_token_id": Removed('use generation_kwargs={"stop_token_ids": [...]}'),
 }
 
+PPO = {name: entry for name, entry in ON_POLICY.items() if name != "max_new_tokens"} | {
+    "max_new_tokens": Renamed("response_length"),
+    "ppo_epochs": Renamed("num_ppo_epochs"),
+    "init_kl_coef": Renamed("kl_coef"),
+    "horizon": Renamed("kl_horizon"),
+    "target": Renamed("target_kl"),
+    "adap_kl_ctrl": Removed("set target_kl to hold the KL divergence there, or leave it out for a fixed kl_coef"),
+    "model_adapter_name": Removed("the model's active adapter is trained"),
+    "ref_adapter_name": Removed("the reference is the model as it is now, adapters included, or ref_model"),
+    **dict.fromkeys(
+        ("batch_size", "mini_batch_size", "local_batch_size", "local_mini_batch_size", "micro_batch_size"),
+        Removed("sizes follow from per_device_train_batch_size, gradient_accumulation_steps and num_mini_batches"),
+    ),
+    "num_total_batches": Removed("set total_episodes, max_steps or num_train_epochs"),
+}
+
 ONLINE = {name: entry for name, entry in ON_POLICY.items() if name != "max_new_tokens"} | {
     "dataset_num_proc": Removed("prompts are cut into tokens when they are asked"),
 }
@@ -237,6 +253,8 @@ OLD_NAMES: dict[str, dict[str, Renamed | Moved | Removed]] = {
     "GRPOConfig": TRAINING | GRPO,
     "RLOOConfig": TRAINING | RLOO,
     "PRMConfig": TRAINING | REWARD,
+    "PPOConfig": TRAINING | PPO,
+    "PPOTrainer": TRAINER | {"policy": Renamed("model"), "ref_policy": Renamed("ref_model"), "config": Renamed("args")},
     **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), TRAINER | ON_POLICY_TRAINER),
     **dict.fromkeys(("OnlineDPOConfig", "XPOConfig", "NashMDConfig"), TRAINING | ONLINE),
     **dict.fromkeys(("OnlineDPOTrainer", "XPOTrainer", "NashMDTrainer"), TRAINER | ONLINE_TRAINER),

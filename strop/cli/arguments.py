@@ -61,11 +61,12 @@ class RewardFunctionArguments:
         model = self.reward_model_name_or_path
         return [*(self.reward_funcs or []), *([model] if model else [])]
 
-    def check(self) -> None:
-        """Raise ValueError where no reward is named, or a name that there isn't."""
+    def check(self, reward_model: str | None = None) -> None:
+        """Raise ValueError where no reward is named, here or as the trainer's `reward_model`, or a name that there
+        isn't."""
         from strop.rewards.resolve import CHOICES, resolve_reward
 
-        if not self.names:
+        if not self.names and not reward_model:
             raise ValueError(f"there is nothing to learn without a reward; name one with --reward_funcs: {CHOICES}.")
         for name in self.reward_funcs or []:
             if "/" not in name:

@@ -62,6 +62,7 @@ METHODS = {
         *("online_dpo", "OnlineDPO", "strop.trainer.online_dpo", ReferenceModelArguments, RewardFunctionArguments),
         rows="prompts",
     ),
+    "ppo": _method("ppo", "PPO", "strop.trainer.ppo", ReferenceModelArguments, RewardFunctionArguments, rows="prompts"),
     "rloo": _method("rloo", "RLOO", "strop.trainer.rloo", RewardFunctionArguments, rows="prompts"),
     "reward": _method(
         "reward", "Reward", "strop.trainer.reward", rows="strop.trainer.reward:format_of", task="SEQ_CLS"
@@ -167,7 +168,7 @@ def check(settings: Mapping[str, Setting], script: Any, mixture: Any, model_args
         )
     for part in own:
         if isinstance(part, RewardFunctionArguments):
-            part.check()
+            part.check(getattr(args, "reward_model_path", None))
     if "dataset_test_split" in settings and not evaluates(args):
         raise ValueError(
             f"dataset_test_split={script.dataset_test_split!r} has no effect without evaluation; set "

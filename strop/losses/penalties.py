@@ -70,3 +70,26 @@ class EntropyController:
         """The controller of the next step, when the tokens of this one had this mean entropy."""
         moved = self.coef + (self.delta if entropy <= self.target else -self.delta)
         return replace(self, coef=min(max(moved, self.coef_min), self.coef_max), entropy=entropy)
+
+
+@dataclass(frozen=True, slots=True)
+class KLController:
+    """The weight of a KL penalty that steers the KL divergence of whole completions to a target (arXiv:1909.08593,
+    section 2.2).
+
+    Plain numbers, so that it goes into a checkpoint as it is.
+    """
+
+    coef: float
+    target: float | None = None
+    """nats a completion; None: `coef` stays."""
+    horizon: float = 10000.0
+    """Completions after which a divergence of 1.2 times the target or more has moved `coef` by a factor of about
+    e^0.2."""
+
+    def after(self, kl: float, completions: int) -> "KLController":
+        """The controller of the next block, when so many completions had this mean divergence, in nats."""
+        if self.target is None:
+            return self
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        return replace(self, coef=self.coef * (1 + error * completions / self.horizon))

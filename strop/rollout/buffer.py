@@ -23,6 +23,11 @@ class Experience:
     ref_logps: list[float] | None = None
     sampling_logps: list[float] | None = None
     """log p as another program says that sampled; None where none did."""
+    advantages: list[float] | None = None
+    """One a token, in the place of `advantage`."""
+    returns: list[float] | None = None
+    old_values: list[float] | None = None
+    """Values under the function that is trained towards `returns`, before that."""
     kl_weight: float = 1.0
 
     @classmethod

@@ -9,7 +9,7 @@ from strop.data.collate import IGNORE, Batch, Example, TokenRow, collate, keep_e
 from strop.models.segments import Layout
 from strop.rollout.buffer import Experience
 
-STREAMS = ("old_logps", "ref_logps", "sampling_logps")
+STREAMS = ("old_logps", "ref_logps", "sampling_logps", "advantages", "returns", "old_values")
 COLUMNS = {"advantages": "advantage", "kl_weights": "kl_weight"}
 """What a batch calls the numbers of its rows, and an experience its own."""
 
@@ -18,8 +18,8 @@ COLUMNS = {"advantages": "advantage", "kl_weights": "kl_weight"}
 class RolloutCollator:
     """A batch with one row an experience, of its tokens after the prompt.
 
-    Those of `STREAMS` that the experiences have are (B, T), `COLUMNS` are (B, 1). Without any experience: a batch of
-    two tokens that trains nothing.
+    Those of `STREAMS` that the experiences have are (B, T); `COLUMNS` are (B, 1), unless there is a stream of the name.
+    Without any experience: a batch of two tokens that trains nothing.
     """
 
     pad_token_id: int

@@ -144,6 +144,12 @@ class Rollout:
     """log p of each token under the policy that a ratio is taken to; None where that is the policy in training."""
     ref_logps: list[float] | None = None
     """log p of each token under the reference, if there is one."""
+    old_values: list[float] | None = None
+    """Value before each token, if there is a value function."""
+    token_advantages: list[float] | None = None
+    """An advantage of each token, in the place of `advantage`."""
+    returns: list[float] | None = None
+    """What the value before each token is trained towards."""
     kl_weight: float = 1.0
     """0 where the KL divergence from the reference leaves it alone."""
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from strop.trainer.kto import KTOConfig, KTOTrainer
     from strop.trainer.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
     from strop.trainer.orpo import ORPOConfig, ORPOTrainer
+    from strop.trainer.ppo import PPOConfig, PPOTrainer
     from strop.trainer.prm import PRMConfig, PRMTrainer
     from strop.trainer.reward import RewardConfig, RewardTrainer
     from strop.trainer.rloo import RLOOConfig, RLOOTrainer
@@ -36,6 +37,8 @@ _MODULES = {
     "ORPOTrainer": "strop.trainer.orpo",
     "OnlineDPOConfig": "strop.trainer.online_dpo",
     "OnlineDPOTrainer": "strop.trainer.online_dpo",
+    "PPOConfig": "strop.trainer.ppo",
+    "PPOTrainer": "strop.trainer.ppo",
     "PRMConfig": "strop.trainer.prm",
     "PRMTrainer": "strop.trainer.prm",
     "RLOOConfig": "strop.trainer.rloo",
@@ -67,6 +70,8 @@ __all__ = [
     "ORPOTrainer",
     "OnlineDPOConfig",
     "OnlineDPOTrainer",
+    "PPOConfig",
+    "PPOTrainer",
     "PRMConfig",
     "PRMTrainer",
     "RLOOConfig",

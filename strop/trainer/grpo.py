@@ -26,17 +26,13 @@ from strop.losses.corrections import (
 from strop.losses.penalties import EntropyController, kl_penalty
 from strop.losses.policy import Sampled
 from strop.losses.reduce import StepCounts, masked_sum
-from strop.models.forward import base_model
 from strop.models.logps import TokenScores, logps
-from strop.rollout.environments import Environments
 from strop.rollout.episodes import Episodes
-from strop.rollout.episodes_function import FunctionEpisodes
-from strop.rollout.episodes_tools import ToolEpisodes
 from strop.rollout.generator import InProcessGenerator
-from strop.rollout.rows import end_ids
 from strop.rollout.types import Generator, Rollout
 
 from . import checks
+from .agents import episodes_of
 from .grpo_config import GRPOConfig
 from .meter import Metrics, WeightedSums, means
 from .on_policy import OnPolicyTrainer
@@ -108,24 +104,7 @@ class GRPOTrainer(OnPolicyTrainer):
 
     def make_episodes(self) -> Episodes:
         """Single answers; conversations with `tools` and environments; or what `rollout_func` plays."""
-        given = {name: value for name, value in self._played_by.items() if value}
-        if "rollout_func" in given:
-            if len(given) > 1:
-                raise ValueError(f"{' and '.join(given)} are given, but a rollout_func plays whole episodes; keep one.")
-            ends = end_ids(self.model, self.processing_class)
-            return FunctionEpisodes(given["rollout_func"], self, self.encoder, ends)
-        if not given:
-            checks.no_effect(self.args, {"max_tool_calling_iterations": None}, "no tools and no environment")
-            return super().make_episodes()
-        environments = given.get("environment_factory")
-        return ToolEpisodes(
-            self.generator,
-            self.encoder,
-            given.get("tools", ()),
-            Environments(environments) if environments else None,
-            max_turns=self.args.max_tool_calling_iterations,
-            context_size=getattr(base_model(self.model).config.get_text_config(), "max_position_embeddings", None),
-        )
+        return episodes_of(self, **self._played_by)
 
     @property
     def samples_itself(self) -> bool:

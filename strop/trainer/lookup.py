@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -31,17 +32,19 @@ class LookUp:
     batch_of: Callable[[Sequence[Experience]], Batch]
     autocast: Callable[[], AbstractContextManager]
 
-    def ask(self, rollouts: Sequence[Rollout], largest: int, read: Callable[[Batch], Tensor], name: str) -> None:
-        """Set `name` of each rollout to what `read` says of its tokens, 0 in the prompt."""
+    def ask(self, rollouts: Sequence[Rollout], largest: int, read: Callable[[Batch], Any], *names: str) -> None:
+        """Set `names` of each rollout to what `read` says of its tokens, as many (B, T); 0 in the prompt."""
         for start in range(0, max(largest, 1), self.size):
             part = rollouts[start : start + self.size]
             batch = self.batch_of([Experience.of(rollout) for rollout in part])
             with torch.no_grad(), self.autocast():  # the reference computes as the policy does
-                values = iter(read(batch).tolist())
-            for rollout in part:
-                length = len(rollout.completion_ids)
-                own = next(values)[:length] if length else []
-                setattr(rollout, name, [0.0] * rollout.prompt_length + own)
+                found = read(batch)
+            several = [found] if isinstance(found, Tensor) else found
+            for name, values in zip(names, map(iter, (x.tolist() for x in several)), strict=True):
+                for rollout in part:
+                    length = len(rollout.completion_ids)
+                    own = next(values)[:length] if length else []
+                    setattr(rollout, name, [0.0] * rollout.prompt_length + own)
 
     def is_exact(self, rollouts: Sequence[Rollout], largest: int, read: Callable[[Batch], Tensor]) -> bool:
         """Whether the generator's log-probabilities of the first rollouts are those of the policy that `read` reads."""

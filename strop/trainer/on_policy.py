@@ -19,6 +19,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
+from torch.nn import Module
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -30,6 +31,7 @@ from strop.losses.advantages import weighted_sum
 from strop.losses.reduce import StepCounts
 from strop.models.logps import compute_head_in_float32, logps
 from strop.models.reference import Computed, fingerprint, reference_for
+from strop.models.segments import Layout
 from strop.models.verify import evaluating
 from strop.rollout import measure, record
 from strop.rollout.buffer import Experience, RolloutBuffer
@@ -104,11 +106,12 @@ class OnPolicyTrainer(BaseTrainer):
         functions = reward_functions(reward_funcs, reward_processing_classes, args)
         model = ready_model(model, args, tokenizer, quantization_config, peft_config)
         refuse_encoder_decoder(model)
+        self.equip(model, args, tokenizer, functions)
         if args.cast_lm_head_to_fp32:
             compute_head_in_float32(model)
         if args.disable_dropout:
             disable_dropout(model)
-        layout = settle_layout(model, args.layout)
+        layout = self.settled_layout(model, args)
         super().__init__(
             model=model,
             args=args,
@@ -120,7 +123,7 @@ class OnPolicyTrainer(BaseTrainer):
         )
         self.aux_loss_coef = router_aux_loss_coef(model, args)
         self.collator = RolloutCollator(tokenizer.pad_token_id, layout, args.pad_to_multiple_of or 1)
-        self.lookup = LookUp(args.per_device_train_batch_size, self.ready_batch_of, self.accelerator.autocast)
+        self.lookup = LookUp(args.lookup_size, self.ready_batch_of, self.accelerator.autocast)
         self.generator = generator or InProcessGenerator(model, tokenizer)
         self.episodes = self.make_episodes()
         own = self.episodes.own_rewards
@@ -135,6 +138,13 @@ class OnPolicyTrainer(BaseTrainer):
         self._say_what_is_constant()
 
     # What a run is made of
+
+    def equip(self, model: Module, args: Any, tokenizer: PreTrainedTokenizerBase, functions: list[Callable]) -> None:
+        """Give `model`, before a trainer has it, what is trained with it."""
+
+    def settled_layout(self, model: Module, args: Any) -> Layout:
+        """The layout of batches."""
+        return settle_layout(model, args.layout)
 
     def make_episodes(self) -> Episodes:
         """What turns rows into rollouts."""
@@ -178,8 +188,9 @@ class OnPolicyTrainer(BaseTrainer):
                 "and what the policy is trained by has a value near 0, whatever it learns"
             )
 
-    def _settled_reference(self) -> Computed:
-        reference = reference_for(self.model, moving=self.args.sync_ref_model)
+    def _settled_reference(self, ref_model: Module | None = None) -> Computed:
+        """`ref_model` or, without one, the model as it is now."""
+        reference = reference_for(self.model, ref_model, moving=self.args.sync_ref_model)
         if self.args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(reference))
         self.add_callback(SameReference(fingerprint(reference, SAMPLE)))
@@ -281,11 +292,20 @@ class OnPolicyTrainer(BaseTrainer):
 
     def _scored(self, rows: Sequence[dict], numbers: Sequence[int], sampling: Sampling) -> list[Rollout]:
         """One rollout a row, with its rewards."""
+        rollouts = self.generate(rows, numbers, sampling)
+        self.score(rollouts)
+        return rollouts
+
+    def generate(self, rows: Sequence[dict], numbers: Sequence[int], sampling: Sampling) -> list[Rollout]:
+        """One rollout a row; `numbers` are those of the completions in the run, from which follows what is drawn."""
         self.generator.sync(self.model)
         with self.accelerator.autocast():  # so that the generator knows how exact a forward is
-            rollouts = self.episodes.roll_out(rows, numbers, sampling)
+            return self.episodes.roll_out(rows, numbers, sampling)
+
+    def score(self, rollouts: Sequence[Rollout]) -> None:
+        """Give rollouts their `rewards`, by name, and `extras`; None where a reward doesn't apply."""
         if self.rewards is None:
-            return rollouts
+            return
         names = dict.fromkeys(name for r in rollouts for name in (*r.row, *r.columns))
         columns = {name: [{**r.row, **r.columns}.get(name) for r in rollouts] for name in names}
         scores = self.rewards.score(
@@ -301,7 +321,6 @@ class OnPolicyTrainer(BaseTrainer):
             rollout.extras = {name: column[i] for name, column in scores.columns.items()}
         sums = self.eval_sums if self._is_evaluating else self.meter.window
         sums.add(measure.logged(scores.metrics))
-        return rollouts
 
     def _gathered(self, mine: list[Rollout], rows: Sequence[dict], group: int) -> list[Rollout]:
         """The rollouts of all processes, in the order of `rows`."""
@@ -349,6 +368,9 @@ class OnPolicyTrainer(BaseTrainer):
             differ = has_signal(self.totals(rollouts), group).repeat_interleave(group)
             for rollout, weight in zip(rollouts, differ.tolist(), strict=True):
                 rollout.kl_weight = float(weight)
+        self._give_advantages(rollouts, group)
+
+    def _give_advantages(self, rollouts: Sequence[Rollout], group: int) -> None:
         for rollout, advantage in zip(rollouts, self.advantages(rollouts, group).tolist(), strict=True):
             rollout.advantage = advantage
 
@@ -384,13 +406,16 @@ class OnPolicyTrainer(BaseTrainer):
         with evaluating(self.model):
             if self.is_exact is None:
                 self.is_exact = self.lookup.is_exact(mine, largest, self.policy_logps)
-            if self.is_exact:
-                for rollout in mine:
-                    rollout.old_logps = rollout.logps
-            elif self.needs_old_logps:
-                self.lookup.ask(mine, largest, self.policy_logps, "old_logps")
+            self._ask_policy(mine, largest)
             if self.reference is not None:
                 self.lookup.ask(mine, largest, self.reference.logps, "ref_logps")
+
+    def _ask_policy(self, mine: Sequence[Rollout], largest: int) -> None:
+        if self.is_exact:
+            for rollout in mine:
+                rollout.old_logps = rollout.logps
+        elif self.needs_old_logps:
+            self.lookup.ask(mine, largest, self.policy_logps, "old_logps")
 
     @property
     def needs_old_logps(self) -> bool:
@@ -416,7 +441,7 @@ class OnPolicyTrainer(BaseTrainer):
 
     def log(self, logs, start_time=None):
         if "train_loss" in logs:  # the steps since the last log, of a short run all
-            last = means(self.meter.window.totals(self.accelerator.num_processes))
+            last = self.derived(means(self.meter.window.totals(self.accelerator.num_processes)))
             logs.update({name: value for name, value in last.items() if name != "loss"})
         super().log(logs, start_time)
         if self._to_print and self.is_world_process_zero():

@@ -20,6 +20,10 @@ class OnPolicyConfig(ModelInitArguments, BaseConfig):
         *BaseConfig._VALID_DICT_FIELDS,
         *("model_init_kwargs", "generation_kwargs", "chat_template_kwargs", "transformers_continuous_batching_config"),
     ]
+    least_generations: ClassVar[int] = 2
+    """Completions a prompt that the method needs."""
+    fills_blocks: ClassVar[bool] = False
+    """Whether a block that an epoch's prompts don't fill goes on with those of the next."""
 
     learning_rate: float = 1e-6
     """Peak learning rate of the optimizer."""
@@ -259,11 +263,16 @@ class OnPolicyConfig(ModelInitArguments, BaseConfig):
         return Sampling(**values)
 
     @property
+    def lookup_size(self) -> int:
+        """Completions of which log-probabilities are computed at a time before they are trained."""
+        return self.completions_per_device
+
+    @property
     def generations_in_evaluation(self) -> int:
         return self.num_generations_eval or self.num_generations
 
     def _check_rollouts(self):
-        if not isinstance(self.num_generations, int) or self.num_generations < 2:
+        if not isinstance(self.num_generations, int) or self.num_generations < self.least_generations:
             raise ValueError(
                 f"num_generations={self.num_generations} is too few: completions of a prompt are compared with each "
                 "other, so there must be at least 2."
@@ -358,7 +367,7 @@ class OnPolicyConfig(ModelInitArguments, BaseConfig):
             self.num_generations,
             self.num_iterations,
             num_prompts,
-            full_blocks=self.dynamic_sampling_rounds > 0,
+            full_blocks=self.fills_blocks or self.dynamic_sampling_rounds > 0,
         )
 
 

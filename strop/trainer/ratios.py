@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.losses.policy import PolicyLoss, Sampled, cispo, log_gamma, vespo, whole_log_ratio
+from strop.losses.policy import PolicyLoss, Sampled, capped_exp, cispo, log_gamma, vespo, whole_log_ratio
+from strop.losses.reduce import masked_sum
 
 from .meter import Metrics
 
@@ -59,3 +60,26 @@ def sampling_metrics(old: Tensor, sampling: Tensor, mask: Tensor, correction: Te
         metrics["sampling/importance_sampling_ratio/max"] = (ratios.max(), 1)
         metrics["sampling/masked_ratio"] = ((ratios == 0).sum(), len(ratios))
     return metrics
+
+
+def moved_metrics(loss: PolicyLoss, sampled: Sampled, options: Mapping[str, Any]) -> Metrics:
+    """How far from the policy that wrote, over tokens, in PPO's names: half the mean square of log ratios, the share
+    clipped, the mean ratio, and its mean square, from which `val/ratio_var` follows."""
+    mask = sampled.mask
+    log_ratio = loss.log_ratio(sampled).detach()
+    ratio = capped_exp(log_ratio)
+    sides = loss.clipped(sampled, **options)
+    clipped = 0.0 if sides is None else (sides[0] | sides[1]).double().sum()
+    tokens = mask.sum()
+    return {
+        "policy/approxkl_avg": (0.5 * masked_sum(log_ratio**2, mask), tokens),
+        "policy/clipfrac_avg": (clipped, tokens),
+        "val/ratio": (masked_sum(ratio, mask), tokens),
+        "val/ratio_square": (masked_sum(ratio.double() ** 2, mask), tokens),
+    }
+
+
+def value_metrics(values: Tensor, returns: Tensor, losses: Tensor, mask: Tensor) -> Metrics:
+    """The share of tokens whose value loss is clipped."""
+    is_clipped = losses > 0.5 * torch.where(mask.bool(), values - returns, 0.0) ** 2
+    return {"val/clipfrac_avg": ((is_clipped & mask.bool()).sum(), mask.sum())}
