@@ -1,5 +1,6 @@
 """Episodes played by a function of the user's: `rollout_func(prompts, trainer)`."""
 
+import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from strop.compat import suggestion
 from strop.rollout.encode import Encoder
 from strop.rollout.types import Rollout, Sampling
+
+logger = logging.getLogger(__name__)
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 MASK = "env_mask"
@@ -19,8 +22,8 @@ class FunctionEpisodes:
     a list each for every prompt, and, as it likes, `env_mask` (0 on tokens of a completion that the policy didn't
     write) and columns for reward functions, a value each or one for all.
 
-    Without log-probabilities (None) those of the rollouts are NaN: what sampled them isn't known. Raises ValueError for
-    what is missing, too short or too long, with the row.
+    Without log-probabilities (None, of all, of a row or of a token) those of the rollouts are NaN: what sampled them
+    isn't known, which is warned of once. Raises ValueError for what is missing, too short or too long, with the row.
     """
 
     own_rewards: Sequence[str] = ()
@@ -29,6 +32,8 @@ class FunctionEpisodes:
         if not callable(function):
             raise ValueError(f"rollout_func={function!r} can't be called; it is a function of prompts and the trainer")
         self.function, self.trainer, self.encoder, self.end_ids = function, trainer, encoder, end_ids
+        self.has_unknown = False
+        """Whether tokens without log-probabilities were seen."""
 
     def roll_out(self, rows: Sequence[dict[str, Any]], numbers: Sequence[int], sampling: Sampling) -> list[Rollout]:
         """One rollout a row, in order."""
@@ -42,15 +47,25 @@ class FunctionEpisodes:
                 f"{suggestion(missing[0], map(str, returned))}"
             )
         given = {name: _per_row(name, value, len(rows)) for name, value in returned.items()}
-        return [
+        rollouts = [
             self._rollout(i, row, {name: values[i] for name, values in given.items()}) for i, row in enumerate(rows)
         ]
+        unknown = sum(math.isnan(logp) for rollout in rollouts for logp in rollout.logps)
+        if unknown and not self.has_unknown:
+            self.has_unknown = True
+            logger.warning(
+                "rollout_func returned no logprobs for %d of the %d tokens written: they count as sampled by the model "
+                "in training, and nothing is corrected for them. If another program has sampled, return what it says",
+                unknown, sum(rollout.length for rollout in rollouts),
+            )  # fmt: skip
+        return rollouts
 
     def _rollout(self, index: int, row: dict[str, Any], given: dict[str, Any]) -> Rollout:
         prompt, written = _ids(given.pop("prompt_ids")), _ids(given.pop("completion_ids"))
         logps, mask = given.pop("logprobs"), given.pop(MASK, None)
         mask = [1] * len(written) if mask is None else [int(bit) for bit in mask]
-        logps = [math.nan if bit else 0.0 for bit in mask] if logps is None else [float(x) for x in logps]
+        logps = [None] * len(mask) if logps is None else logps
+        logps = [math.nan if logp is None else float(logp) for logp in logps]
         for name, values in ((MASK, mask), ("logprobs", logps)):
             if len(values) != len(written):
                 raise ValueError(

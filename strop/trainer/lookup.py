@@ -46,6 +46,10 @@ class LookUp:
                     own = next(values)[:length] if length else []
                     setattr(rollout, name, [0.0] * rollout.prompt_length + own)
 
+    def knows_all(self, rollouts: Sequence[Rollout]) -> bool:
+        """Whether the generator has said a log-probability of every token, of all processes."""
+        return all(gather_object([all(logp == logp for rollout in rollouts for logp in rollout.logps)]))
+
     def is_exact(self, rollouts: Sequence[Rollout], largest: int, read: Callable[[Batch], Tensor]) -> bool:
         """Whether the generator's log-probabilities of the first rollouts are those of the policy that `read` reads."""
         some = rollouts[: self.size]

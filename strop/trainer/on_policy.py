@@ -411,7 +411,7 @@ class OnPolicyTrainer(BaseTrainer):
                 self.lookup.ask(mine, largest, self.reference.logps, "ref_logps")
 
     def _ask_policy(self, mine: Sequence[Rollout], largest: int) -> None:
-        if self.is_exact:
+        if self.is_exact and self.lookup.knows_all(mine):
             for rollout in mine:
                 rollout.old_logps = rollout.logps
         elif self.needs_old_logps:

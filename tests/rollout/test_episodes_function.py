@@ -1,5 +1,6 @@
 """What a rollout function of the user's returns becomes rollouts, or an error that says which row is wrong."""
 
+import logging
 import math
 
 import pytest
@@ -49,9 +50,20 @@ def test_other_fields_are_columns_for_rewards(word_tokenizer):
     assert (first.columns, second.columns) == ({"score": 1, "round": 7}, {"score": 2, "round": 7})
 
 
-def test_unknown_log_probabilities_are_nan(word_tokenizer):
-    first, _ = rollouts(word_tokenizer, GOOD | {"logprobs": None, "env_mask": [[1, 0, 1], [1]]})
-    assert [math.isnan(logp) for logp in first.logps] == [False, True, False, True]
+@pytest.mark.parametrize(
+    ("given", "unknown"),
+    [
+        (None, [[False, True, False, True], [False, False, True]]),
+        ([None, [-4.0]], [[False, True, False, True], [False, False, False]]),
+        ([[-1.0, None, None], [-4.0]], [[False, False, False, True], [False, False, False]]),
+    ],
+)
+def test_unknown_log_probabilities_are_nan(word_tokenizer, caplog, given, unknown):
+    with caplog.at_level(logging.WARNING):
+        written = rollouts(word_tokenizer, GOOD | {"logprobs": given, "env_mask": [[1, 0, 1], [1]]})
+    assert [[math.isnan(logp) for logp in one.logps] for one in written] == unknown
+    count = sum(map(sum, unknown))
+    assert caplog.text.count(f"no logprobs for {count} of the 3 tokens written") == 1
 
 
 def test_an_empty_completion_is_one_cut_short(word_tokenizer):

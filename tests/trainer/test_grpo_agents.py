@@ -2,11 +2,14 @@
 
 import copy
 import json
+import logging
+import math
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
 
+from strop.rollout.buffer import Experience
 from strop.rollout.types import Completion
 from strop.trainer.grpo import GRPOConfig, GRPOTrainer
 
@@ -81,7 +84,7 @@ def is_12(completions, **_):
 
 @pytest.fixture
 def train(tiny_llama, bpe_tokenizer, tmp_path):
-    def run(reward=None, rows=None, generator=Caller, **given):
+    def run(reward=None, rows=None, generator=Caller, options=(), **given):
         tokenizer = copy.deepcopy(bpe_tokenizer)
         tokenizer.chat_template = TEMPLATE
         config = GRPOConfig(
@@ -92,9 +95,8 @@ def train(tiny_llama, bpe_tokenizer, tmp_path):
             per_device_train_batch_size=4,
             num_generations=2,
             max_completion_length=400,
-            max_steps=1,
             logging_steps=1,
-            vllm_importance_sampling_correction=False,
+            **{"max_steps": 1, "vllm_importance_sampling_correction": False} | dict(options),
         )
         trainer = GRPOTrainer(
             tiny_llama, reward, config, rows, processing_class=tokenizer, generator=generator(tokenizer), **given
@@ -141,6 +143,48 @@ def test_a_function_plays_episodes(train, bpe_tokenizer):
     _, log = train(lambda completions, score, **_: score, rows, rollout_func=play)
     assert log["reward"] == 2.5
     assert log["completions/mean_length"] == 2.5
+
+
+def second_id(completion_ids, **_):
+    return [float(ids[1]) for ids in completion_ids]
+
+
+@pytest.mark.parametrize("steps_per_generation", [1, 4])
+@pytest.mark.parametrize("unknown", ["all", "of a row", "of a token", "of a later block"])
+def test_what_a_function_does_not_say_is_not_corrected(train, caplog, unknown, steps_per_generation):
+    """Without log-probabilities of a sampler ratios to it are 1, and nothing is NaN."""
+
+    def play(prompts, trainer):
+        size = len(prompts)
+        ids = [[7, 8 + i, 9] for i in range(size)]
+        logps = [[-5.0, -6.0, -5.5] for _ in prompts]
+        if unknown == "all":
+            logps = None
+        elif unknown == "of a row":
+            logps[1] = None
+        elif unknown == "of a token":
+            logps[1][2] = None
+        elif trainer.state.global_step:
+            logps = [None] * size
+        else:  # those of a first block are exactly those of the policy, which are then taken as they are
+            experiences = [Experience([10, 11, *own], 2, [0, 0, 1, 1, 1]) for own in ids]
+            logps = trainer.policy_logps(trainer.ready_batch_of(experiences)).tolist()
+        return {"prompt_ids": [[10, 11]] * size, "completion_ids": ids, "logprobs": logps}
+
+    rows = Dataset.from_list([{"prompt": "3 times 4?"}] * 16)
+    options = {"vllm_importance_sampling_correction": True, "off_policy_mask_threshold": 0.5, "max_steps": 6}
+    options |= {"steps_per_generation": steps_per_generation, "learning_rate": 0.01}
+    with caplog.at_level(logging.WARNING):
+        trainer, _ = train(second_id, rows, options=options, rollout_func=play)
+    assert trainer.is_exact is (unknown == "of a later block")
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert all(math.isfinite(log[name]) for log in logs for name in ("loss", "grad_norm"))
+    assert any(log["grad_norm"] > 0 for log in logs)
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+    assert caplog.text.count("rollout_func returned no logprobs") == 1
+    if unknown == "all":
+        assert {log["sampling/importance_sampling_ratio/mean"] for log in logs} == {1.0}
+        assert not any("sampling/sampling_logp_difference/mean" in log for log in logs)
 
 
 def test_a_function_and_tools_contradict_each_other(train):
