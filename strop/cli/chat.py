@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from strop.cli.args import Options
+from strop.cli.parser import ConfigFile
+from strop.cli.yaml_config import apply_environment, read_config
 
 if TYPE_CHECKING:  # torch is imported once the options are known to be good
     from transformers import GenerationConfig
@@ -278,14 +280,16 @@ def generate_main(argv: list[str]) -> int:
 
 
 def read(prog: str, classes: list[type], argv: list[str]) -> list[Any] | None:
-    """The options, MODEL being the first word; None if only help was asked for."""
-    options = Options(prog, classes, f"{prog} MODEL [options]")
+    """The options, MODEL being the first word; None if only help was asked for. They may be in a file (--config)."""
+    options = Options(prog, [ConfigFile, *classes], f"{prog} MODEL [options]")
     if {"-h", "--help"} & set(argv):
         options.parser.print_help()
         return None
     if argv and not argv[0].startswith("-"):
         argv = ["--model", *argv]
-    return options.build(options.read(argv))
+    config = options.read(argv).get("config")
+    file = apply_environment(read_config(config.value)) if config else {}
+    return options.build(options.read(argv, file))[1:]
 
 
 def load(args: LoadArguments, **loading: Any) -> tuple[Any, Any]:

@@ -2,6 +2,9 @@
 
 import importlib.util
 import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,23 @@ from strop.compat import suggestion
 
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 ALIASES = {"zero1": "deepspeed_zero1", "zero2": "deepspeed_zero2", "zero3": "deepspeed_zero3"}
+
+END_WITH_PARENT = "STROP_END_WITH_PARENT"
+"""Environment variable of the stages of a pipeline, and of the processes that these start."""
+
+
+def end_with_parent() -> None:
+    """In a stage of a pipeline, have this process and its group killed as soon as what started it is gone."""
+    if END_WITH_PARENT not in os.environ:
+        return
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def shipped_configs() -> dict[str, Path]:

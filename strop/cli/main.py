@@ -20,8 +20,6 @@ TRAINING = {
     "grpo": "group-relative policy optimisation: completions of a prompt, scored and compared",
     "ppo": "proximal policy optimisation: completions scored, each token against an expected value",
     "online_dpo": "DPO on pairs that the policy writes itself, told apart by rewards",
-    "online_dpo": "DPO on pairs that the policy writes itself, told apart by rewards",
-    "ppo": "proximal policy optimisation: completions scored, each token against an expected value",
     "rloo": "REINFORCE leave-one-out: completions of a prompt against the mean of the others",
     "reward": "a reward model from pairs, or from ranked completions",
     "prm": "a process reward model from solutions whose steps are judged",

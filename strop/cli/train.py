@@ -1,10 +1,11 @@
 """`strop sft` and its siblings: options to a trained model on disk."""
 
 import importlib
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,11 @@ METHODS = {
     "orpo": _method("orpo", "ORPO", "strop.trainer.orpo"),
     "tpo": _method("tpo", "TPO", "strop.trainer.tpo", rows="strop.data.preference:TRIPLES"),
     "grpo": _method("grpo", "GRPO", "strop.trainer.grpo", RewardFunctionArguments, rows="prompts"),
+    "ppo": _method("ppo", "PPO", "strop.trainer.ppo", ReferenceModelArguments, RewardFunctionArguments, rows="prompts"),
     "online_dpo": _method(
         *("online_dpo", "OnlineDPO", "strop.trainer.online_dpo", ReferenceModelArguments, RewardFunctionArguments),
         rows="prompts",
     ),
-    "ppo": _method("ppo", "PPO", "strop.trainer.ppo", ReferenceModelArguments, RewardFunctionArguments, rows="prompts"),
     "rloo": _method("rloo", "RLOO", "strop.trainer.rloo", RewardFunctionArguments, rows="prompts"),
     "reward": _method(
         "reward", "Reward", "strop.trainer.reward", rows="strop.trainer.reward:format_of", task="SEQ_CLS"
@@ -85,6 +86,7 @@ def method_of(argv: Sequence[str]) -> tuple[str, list[str]]:
 def main(name: str, argv: Sequence[str]) -> int:
     """Run the training command `name`; the exit code."""
     prog = f"strop {name}"
+    launch.end_with_parent()
     try:
         return run(prog, METHODS[name], list(argv))
     except (ValueError, FloatingPointError) as error:
@@ -192,8 +194,15 @@ def all_options(prog: str, method: Method) -> Options:
     from strop.models.model_config import ModelConfig
 
     classes = [CommandArguments, LaunchArguments, ScriptArguments, DatasetMixtureConfig, ModelConfig]
+    classes += [*method.own, imported(method.config)]
     usage = f"{prog} --model_name_or_path MODEL --dataset_name DATA [--config FILE] [options]"
-    return Options(prog, [*classes, *method.own, imported(method.config)], usage, ALIASES)
+    return Options(prog, classes, usage, ALIASES | short_names(classes))
+
+
+def short_names(classes: Sequence[type]) -> dict[str, str]:
+    """ "reward_model" for reward_model_name_or_path, and the like."""
+    names = [field.name for cls in classes for field in fields(cls)]
+    return {match[1]: name for name in names if (match := re.fullmatch(r"(\w+_model)(?:_name_or)?_path", name))}
 
 
 def imported(path: str) -> Any:

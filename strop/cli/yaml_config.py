@@ -2,12 +2,14 @@
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+NO_LEVELS: Mapping[str, int] = {}
 FLOAT = r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$"
 
 
@@ -39,14 +41,17 @@ class Setting:
     origin: str
 
 
-def read_config(path: str | Path) -> dict[str, Setting]:
-    """The settings in a config file. Raises ValueError, with file and line, for what is no such mapping."""
+def read_config(path: str | Path, levels: Mapping[str, int] = NO_LEVELS) -> dict[str, Setting]:
+    """The settings in a config file. Raises ValueError, with file and line, for what is no such mapping.
+
+    `levels` says how deep below a key what is written there are settings, each with its line, and not one value.
+    """
     path = Path(path).expanduser()
     if not path.is_file():
         raise ValueError(f"there is no config file {str(path)!r} (working directory: {os.getcwd()}).")
     loader = Yaml12Loader(path.read_text())
     try:
-        return _settings(loader, loader.get_single_node(), str(path))
+        return _settings(loader, loader.get_single_node(), str(path), levels)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ValueError(f"{path}:{line}: not YAML: {error.problem}.") from None
@@ -54,7 +59,15 @@ def read_config(path: str | Path) -> dict[str, Setting]:
         loader.dispose()
 
 
-def _settings(loader: Yaml12Loader, root: yaml.Node | None, path: str) -> dict[str, Setting]:
+def read_value(text: str) -> Any:
+    """What `text` is as a value in a config file. Raises ValueError for what is no YAML."""
+    try:
+        return yaml.load(text, Yaml12Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text!r} is no value in YAML; put quotes around what is a text.") from error
+
+
+def _settings(loader: Yaml12Loader, root: yaml.Node | None, path: str, levels: Mapping[str, int]) -> dict[str, Setting]:
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):
@@ -64,7 +77,11 @@ def _settings(loader: Yaml12Loader, root: yaml.Node | None, path: str) -> dict[s
         key, origin = str(loader.construct_object(key_node)), f"{path}:{key_node.start_mark.line + 1}"
         if key in settings:
             raise ValueError(f"{origin}: {key} was given before, at {settings[key].origin}; keep one of them.")
-        settings[key] = Setting(loader.construct_object(value_node, deep=True), origin)
+        depth = levels.get(key, levels.get("*", 0))
+        if depth and isinstance(value_node, yaml.MappingNode):
+            settings[key] = Setting(_settings(loader, value_node, path, {"*": depth - 1}), origin)
+        else:
+            settings[key] = Setting(loader.construct_object(value_node, deep=True), origin)
     return settings
 
 

@@ -102,7 +102,7 @@ class RunRecord(TrainerCallback):
 
     def _write_run(self) -> None:
         assert self._directory is not None
-        _replace(self._directory / RUN_FILE, json.dumps(self._run, indent=2, ensure_ascii=False) + "\n")
+        replace_text(self._directory / RUN_FILE, json.dumps(self._run, indent=2, ensure_ascii=False) + "\n")
 
     def _cut_metrics(self, path: Path, state) -> None:
         """Leave in the file what a run that was never interrupted would have written before `state`.
@@ -118,7 +118,7 @@ class RunRecord(TrainerCallback):
             kept = "".join(lines).encode()
         else:
             kept = content[own:]
-        _replace(path, kept.decode())
+        replace_text(path, kept.decode())
 
 
 def load_metrics(directory: str | os.PathLike) -> list[dict[str, Any]]:
@@ -218,7 +218,7 @@ def _append(path: Path, line: dict[str, Any]) -> None:
         file.write(json.dumps(_plain(line), ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
     """Write `path` so that it holds the old text or the new one, never a part."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
