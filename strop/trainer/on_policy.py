@@ -105,12 +105,7 @@ class OnPolicyTrainer(BaseTrainer):
         train_dataset, eval_dataset = self._fitting(train_dataset, "train"), self._fitting(eval_dataset, "eval")
         functions = reward_functions(reward_funcs, reward_processing_classes, args)
         model = ready_model(model, args, tokenizer, quantization_config, peft_config)
-        refuse_encoder_decoder(model)
         self.equip(model, args, tokenizer, functions)
-        if args.cast_lm_head_to_fp32:
-            compute_head_in_float32(model)
-        if args.disable_dropout:
-            disable_dropout(model)
         layout = self.settled_layout(model, args)
         super().__init__(
             model=model,
@@ -140,7 +135,12 @@ class OnPolicyTrainer(BaseTrainer):
     # What a run is made of
 
     def equip(self, model: Module, args: Any, tokenizer: PreTrainedTokenizerBase, functions: list[Callable]) -> None:
-        """Give `model`, before a trainer has it, what is trained with it."""
+        """Make `model` what is trained, before a trainer has it."""
+        refuse_encoder_decoder(model)
+        if args.cast_lm_head_to_fp32:
+            compute_head_in_float32(model)
+        if args.disable_dropout:
+            disable_dropout(model)
 
     def settled_layout(self, model: Module, args: Any) -> Layout:
         """The layout of batches."""

@@ -111,14 +111,7 @@ class PPOTrainer(OnPolicyTrainer):
                 f"data_collator={type(data_collator).__name__} would have no effect: rollouts are put into batches by "
                 "the trainer itself. Leave it out."
             )
-        path = args.get("sft_model_path") if isinstance(args, dict) else getattr(args, "sft_model_path", None)
-        if model is None and path is None:
-            raise ValueError("there is no model to train; pass one, or its name: PPOTrainer(model=...)")
-        args = config_for(self.config_class, args, path if model is None else model, self.method)
-        if path is not None and (model is None or isinstance(model, str)):
-            if model is not None and processing_class is None:
-                processing_class = load_tokenizer(model, args)
-            model = path
+        model, args, processing_class = named_policy(model, args, processing_class)
         if ref_model is not None and not args.kl_coef:
             raise ValueError("ref_model would have no effect with kl_coef=0; remove one of the two.")
         self._ref_model, self._value_model = ref_model, value_model
@@ -128,7 +121,7 @@ class PPOTrainer(OnPolicyTrainer):
             reward_funcs, reward_processing_classes, reward_model, processing_class
         )
         super().__init__(
-            model,  # type: ignore[arg-type]
+            model,
             functions,
             args,
             train_dataset,
@@ -151,6 +144,7 @@ class PPOTrainer(OnPolicyTrainer):
     def equip(self, model: Module, args: Any, tokenizer: PreTrainedTokenizerBase, functions: list[Callable]) -> None:
         """Give `model` its value function, and load the reference."""
         add_critic(model, args, tokenizer, functions, self._value_model)
+        super().equip(model, args, tokenizer, functions)
         if isinstance(self._ref_model, str):
             self._ref_model = load_model(self._ref_model, args)
             if "dtype" not in (args.model_init_kwargs or {}) and not is_quantized(base_model(model)):
@@ -371,6 +365,18 @@ class PPOTrainer(OnPolicyTrainer):
         with without_critic(self.model):
             super()._load_best_model()
         load_critic(self.model, self.state.best_model_checkpoint)
+
+
+def named_policy(model: Any, args: Any, tokenizer: Any) -> tuple[Any, PPOConfig, Any]:
+    """The model to train, the config and the tokenizer: `sft_model_path` takes the place of a model given by name, not
+    of an object. Raises ValueError if there is no model."""
+    path = args.get("sft_model_path") if isinstance(args, dict) else getattr(args, "sft_model_path", None)
+    if model is None and path is None:
+        raise ValueError("there is no model to train; pass one, or its name: PPOTrainer(model=...)")
+    args = config_for(PPOConfig, args, path if model is None else model, PPOTrainer.method)
+    if path is None or not (model is None or isinstance(model, str)):
+        return model, args, tokenizer
+    return path, args, load_tokenizer(model, args) if tokenizer is None and model is not None else tokenizer
 
 
 def after_prompts(rollouts: Sequence[Rollout], lists: Sequence[Sequence[float] | None]) -> Tensor:
