@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 class Encoder:
     """Writes a row's prompt in tokens: messages by the chat template, texts as the tokenizer reads a text.
 
-    A conversation that ends with the assistant's turn is continued. Raises ValueError for rows without a prompt, and
-    for prompts that are empty.
+    A conversation that ends with the assistant's turn is continued. A row without a `prompt` may have its `input_ids`.
+    Raises ValueError for rows without either, and for prompts that are empty.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -43,7 +43,7 @@ class Encoder:
             return ids
         if self.overlong == "error":
             raise ValueError(
-                f"the prompt {str(row['prompt'])[:80]!r} has {len(ids)} tokens, more than max_prompt_length="
+                f"the prompt {str(self.prompt_words(row))[:80]!r} has {len(ids)} tokens, more than max_prompt_length="
                 f'{self.max_prompt_length}. Raise it, or set overlong="truncate" or "drop"'
             )
         return ids[-self.max_prompt_length :]
@@ -73,7 +73,11 @@ class Encoder:
         """The row's prompt in tokens, however long."""
         refuse_images(row, "training on rollouts")
         prompt = row.get("prompt")
-        if isinstance(prompt, str):
+        if prompt is None and row.get("input_ids"):
+            ids = list(row["input_ids"])
+            inside = row.get("attention_mask") or [1] * len(ids)
+            ids = [token for token, is_real in zip(ids, inside, strict=True) if is_real]
+        elif isinstance(prompt, str):
             ids = self._text_ids(prompt)
         elif isinstance(prompt, Sequence) and len(prompt):
             text = open_prompt(self.template.conversation(row), messages_of(prompt, self.template.roles))
@@ -96,7 +100,13 @@ class Encoder:
         """Whether the tokenizer puts its end token behind every text, where a prompt has to go on."""
         return self.tokenizer("a").input_ids[-1:] == [self.tokenizer.eos_token_id]
 
+    def prompt_words(self, row: dict[str, Any]) -> Words:
+        """The prompt as rewards get it."""
+        if row.get("prompt") is None and row.get("input_ids"):
+            return self.tokenizer.decode(self.whole_prompt_ids(row), skip_special_tokens=not self.keep_special_tokens)
+        return row["prompt"]
+
     def words(self, row: dict[str, Any], token_ids: Sequence[int]) -> Words:
         """What was written, as rewards get it: a text after a text, one message of the assistant after messages."""
         text = self.tokenizer.decode(token_ids, skip_special_tokens=not self.keep_special_tokens)
-        return text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
+        return text if isinstance(row.get("prompt") or "", str) else [{"role": "assistant", "content": text}]

@@ -43,7 +43,7 @@ class SingleTurn:
                 row,
                 prompt,
                 completion,
-                prompt=row["prompt"],
+                prompt=self.encoder.prompt_words(row),
                 completion=self.encoder.words(row, completion.token_ids),
             )
             for row, prompt, completion in zip(rows, prompts, completions, strict=True)

@@ -143,8 +143,10 @@ class PPOTrainer(OnPolicyTrainer):
 
     def equip(self, model: Module, args: Any, tokenizer: PreTrainedTokenizerBase, functions: list[Callable]) -> None:
         """Give `model` its value function, and load the reference."""
-        add_critic(model, args, tokenizer, functions, self._value_model)
         super().equip(model, args, tokenizer, functions)
+        add_critic(model, args, tokenizer, functions, self._value_model)
+        if args.disable_dropout:
+            disable_dropout(model)
         if isinstance(self._ref_model, str):
             self._ref_model = load_model(self._ref_model, args)
             if "dtype" not in (args.model_init_kwargs or {}) and not is_quantized(base_model(model)):
