@@ -126,7 +126,7 @@ def run(args: EvalArguments) -> "EvalResults":
     disable_progress_bars()
     rows = load(args)
     settings = {one.name: getattr(args, one.name) for one in fields(EvalOptions)}
-    metrics = settings.pop("metrics") or default_metrics(rows, args.judge is not None)
+    metrics = settings.pop("metrics") or default_metrics(rows, args.judge is not None, args.dataset_text_field)
     settings |= as_trained(args, LOSS in metrics)
     judge = None
     if args.judge is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from strop.data.formats import CHECKED_ROWS, Row, detect
+from strop.data.formats import CHECKED_ROWS, Row, detect, format_of
 from strop.data.preference_rows import PreferenceRecipe
 from strop.data.recipe import Recipe
 from strop.evals import harness
@@ -99,12 +99,19 @@ def loaded(
     return ready, own if tokenizer is None else tokenizer
 
 
-def default_metrics(rows: Sequence[Row], judges: bool) -> list[str]:
+def default_metrics(rows: Sequence[Row], judges: bool = False, text_field: str | None = None) -> list[str]:
     """What the rows have answers for. Raises ValueError where that is nothing, and nothing else is measured."""
     if judges or not rows:
         return []
     if {"chosen", "rejected"} <= set(rows[0]):
         return [PAIRS]
+    try:
+        format_of(rows[0], text_field or "text")
+    except ValueError as error:
+        raise ValueError(
+            f"rows have {sorted(rows[0])}, with no answer to take the loss of. Say what is measured by metrics: "
+            'rewards like "accuracy" or a function of yours, "loss", "pairs".'
+        ) from error
     return [LOSS]
 
 
@@ -125,7 +132,7 @@ class Plan:
             raise ValueError("there is nothing to evaluate on: no rows, and no tasks of lm-eval.")
         if options.tasks:
             harness.check()
-        self.metrics = options.metrics or default_metrics(self.rows, judge is not None)
+        self.metrics = options.metrics or default_metrics(rows, judge is not None, options.dataset_text_field)
         rewards = [one for one in self.metrics if one not in GIVEN_ANSWERS]
         self.generates = bool(rewards or judge)
         if self.metrics and not self.rows:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from strop.evals.options import EvalOptions
 from strop.evals.results import Metric
-from strop.evals.statistics import Difference, Estimate, Total, mean_difference
+from strop.evals.statistics import Difference, Estimate, Total, mean_difference, proportion_difference
 
 ALIKE = 1e-9
 
@@ -95,7 +95,9 @@ def compared(ours: TaskScore, theirs: TaskScore | None, confidence: float) -> Me
     shared = [number for number in ours.by_question if number in theirs.by_question]
     if shared:
         pairs = [(Total(ours.by_question[number]), Total(theirs.by_question[number])) for number in shared]
-        difference = mean_difference([a for a, _ in pairs], [b for _, b in pairs], confidence)
+        ours_by, theirs_by = [a for a, _ in pairs], [b for _, b in pairs]
+        differ = proportion_difference if all(one.is_single for one in (*ours_by, *theirs_by)) else mean_difference
+        difference = differ(ours_by, theirs_by, confidence)
         return Metric(model, baseline, difference, difference.p_value)
     value = ours.value - theirs.value
     if ours.standard_error is None or theirs.standard_error is None:

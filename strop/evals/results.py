@@ -72,6 +72,12 @@ class EvalResults:
         text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
         (path / RESULTS_FILE).write_text(text + "\n", encoding="utf-8")
 
+    @classmethod
+    def load(cls, folder: str | Path) -> "EvalResults":
+        """What `save` wrote into `folder`."""
+        content = json.loads((Path(folder) / RESULTS_FILE).read_text(encoding="utf-8"))
+        return cls(**content | {"metrics": {name: metric_of(facts) for name, facts in content["metrics"].items()}})
+
     def table(self) -> Table:
         """The metrics for a terminal."""
         title = f"{self.model} against {self.baseline}" if self.baseline else self.model
@@ -94,6 +100,12 @@ class EvalResults:
         for note in self.notes:
             console.print(f"note: {note}", markup=False, highlight=False)
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+
+def metric_of(facts: dict[str, Any]) -> Metric:
+    """A metric from JSON's types."""
+    kinds = {"model": Estimate, "baseline": Estimate, "difference": Difference}
+    return Metric(**facts | {name: kind(**facts[name]) for name, kind in kinds.items() if facts[name] is not None})
 
 
 def cells(metric: Metric, compared: bool) -> list[str]:

@@ -87,11 +87,11 @@ def proportion(totals: Sequence[Total], confidence: float = CONFIDENCE) -> Estim
     counted = _counted(totals)
     value, residuals = _linearised(counted)
     size, variance = float(len(counted)), math.fsum(r * r for r in residuals)
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
     if variance > 0:
         size = min(value * (1 - value) / variance, max(math.fsum(one.weight for one in counted), size))
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    if len(counted) > 1 and not all(one.is_single for one in counted):
-        z = student_quantile(confidence, len(counted) - 1)
+        if not all(one.is_single for one in counted):
+            z = student_quantile(confidence, len(counted) - 1)
     centre = (value + z * z / (2 * size)) / (1 + z * z / size)
     half = z * math.sqrt(max(value * (1 - value), 0.0) / size + (z / (2 * size)) ** 2) / (1 + z * z / size)
     low, high = max(0.0, centre - half), min(1.0, centre + half)
