@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,6 +255,8 @@ def summarised(pipeline: Pipeline, state: State) -> dict[str, dict[str, Any]]:
 
 def show_summary(found: Mapping[str, Mapping[str, Any]]) -> None:
     """Print a line a stage, and what evaluations found."""
+    from strop.evals.results import EvalResults
+
     table = Table(
         "stage", "command", "status", "steps", "time", "first -> last", "folder", box=None, header_style="bold"
     )
@@ -267,9 +269,8 @@ def show_summary(found: Mapping[str, Mapping[str, Any]]) -> None:
     show(table)
     for name, facts in found.items():
         if "results" in facts:
-            table = Table(f"results of {name}", "", box=None, header_style="bold")
-            for key, value in flat(facts["results"]):
-                table.add_row(key, value)
+            table = EvalResults.load(facts["folder"]).table()
+            table.title = f"{name}: {table.title}"
             show(table)
 
 
@@ -277,8 +278,6 @@ def show(table: Table) -> None:
     console = Console(soft_wrap=True)
     if not console.is_terminal:
         console.width = 200
-    for column in table.columns:
-        column.overflow = "fold"
     console.print(table, highlight=False)
 
 
@@ -287,15 +286,3 @@ def clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """(a/b, value) of every number in nested results; an interval, a list of numbers, is one value."""
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            yield from flat(value, f"{name}/{key}".lstrip("/"))
-    elif isinstance(values, list) and not all(isinstance(value, (int, float)) for value in values):
-        for number, value in enumerate(values):
-            yield from flat(value, f"{name}/{number}")
-    else:
-        yield name, f"{values:.4g}" if isinstance(values, float) else json.dumps(values, ensure_ascii=False)

@@ -14,10 +14,11 @@ from strop.compat import suggestion
 from strop.runs.pipeline import MODEL_OPTIONS, Stage, linked
 
 OTHERS = {
-    "generate": ("rows", ("strop.cli.chat:AnswerArguments", "strop.cli.chat:PromptArguments")),
-    "score": ("rows", ("strop.cli.score:ScoreArguments",)),
+    "generate": ("rows", ("strop.cli.chat:AnswerArguments", "strop.cli.chat:PromptArguments"), ""),
+    "score": ("rows", ("strop.cli.score:ScoreArguments",), ""),
+    "eval": ("results", ("strop.cli.eval:EvalArguments",), "strop.cli.eval:ALIASES"),
 }
-"""Commands that don't train and can be stages: what they make, and their options."""
+"""Commands that don't train and can be stages: what they make, their options, and other names of these."""
 COMMANDS = [*train.METHODS, *OTHERS]
 KEYS = ("output_dir", "env", "defaults", "stages")
 DECIDED = ("output_dir", "resume_from_checkpoint", "config", "dry_run", "dump_config")
@@ -144,7 +145,9 @@ def options_of(command: str) -> Options:
     """Every option of a command."""
     if command in train.METHODS:
         return train.all_options(f"strop {command}", train.METHODS[command])
-    return Options(f"strop {command}", [train.imported(place) for place in OTHERS[command][1]])
+    _, classes, aliases = OTHERS[command]
+    names = train.imported(aliases) if aliases else {}
+    return Options(f"strop {command}", [train.imported(place) for place in classes], aliases=names)
 
 
 def merged(command: str, defaults: Settings, own: Settings) -> Settings:
@@ -216,15 +219,7 @@ def check_options(stage: Stage, pipeline: Pipeline) -> None:
     settings = options.read([], config)
     instances = options.build(settings)
     if stage.command not in train.METHODS:
-        from datasets import disable_progress_bars
-
-        from strop.cli.chat import read_prompts
-        from strop.data.sources import load_rows
-
-        for name, read in (("data", lambda path: load_rows(path, "train")), ("prompts", read_prompts)):
-            value = config[name].value if name in config else None
-            if isinstance(value, str) and not is_made(pipeline, value):
-                read(value)
+        read_rows(stage.command, pipeline, instances)
         return
     _, launching, script, mixture, model_args, *more = instances
     train.check(settings, script, mixture, model_args, *more)
@@ -233,6 +228,20 @@ def check_options(stage: Stage, pipeline: Pipeline) -> None:
     named = [script.dataset_name or "", *(dataset.path for dataset in mixture.datasets)]
     if not any(is_made(pipeline, name) for name in named):
         train.rows(script, mixture, train.evaluates(more[-1]))
+
+
+def read_rows(command: str, pipeline: Pipeline, instances: Sequence[Any]) -> None:
+    """Read what a command that doesn't train reads, unless another stage makes it."""
+    from strop.cli import eval
+    from strop.cli.chat import read_prompts
+    from strop.data.sources import load_rows
+
+    args = instances[-1]
+    path = args.prompts if command == "generate" else args.data
+    if path is None or is_made(pipeline, path):
+        return
+    read: dict[str, Any] = {"generate": read_prompts, "score": lambda path: load_rows(path, "train")}
+    read.get(command, lambda path: eval.load(args))(path)
 
 
 def is_made(pipeline: Pipeline, path: str) -> bool:

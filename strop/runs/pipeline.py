@@ -41,7 +41,8 @@ ROWS_OPTIONS = ("dataset_name", "data", "prompts", "path")
 MODEL_OPTIONS = re.compile(r"model|baseline|\w+_model|(\w+_)?model(_name_or)?_path")
 REFERENCE = re.compile(r"\$\{([^}]*)\}")
 WATCHED = re.compile(
-    r"(eval_)?(\w+_)?(loss|reward|rewards/margins|rewards/accuracies|accuracy|mean_token_accuracy|kl|objective/\w+)"
+    r"(eval_(\w+_)?)?(loss|reward|rewards/(margins|accuracies)|(mean_token_)?accuracy|margin|kl)"
+    r"|objective/(kl|scores|rlhf_reward)"
 )
 """Metrics of a training that its line of the summary may show."""
 SECONDS_TO_WAIT = 10
@@ -372,6 +373,6 @@ def first_and_last(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]
     found: dict[str, list[float]] = {}
     for line in lines:
         for name, value in line.items():
-            if WATCHED.fullmatch(name) and name != "train_loss" and isinstance(value, (int, float)):
+            if WATCHED.fullmatch(name) and isinstance(value, (int, float)):
                 found[name] = [found.get(name, [value])[0], value]
     return found
