@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from textwrap import dedent
 from typing import Any, Literal
 
 from strop.rewards.formats import FENCE
@@ -16,31 +17,51 @@ Test = str | Mapping[str, str]
 """An assert, or other statements that raise if a program is wrong; or {"input": ..., "output": ...}."""
 
 HARNESS = """\
-def run():
-    import sys
+def stages():
+    import os, sys
     program, tests, word = eval(sys.stdin.read())
-    exec(compile(program, "program.py", "exec"), globals())
-    write = sys.__stdout__.write
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    write, flush, show = sys.__stdout__.write, sys.__stdout__.flush, sys.__stderr__.write
+    compiled = []
     for number, test in enumerate(tests):
         try:
-            exec(compile(test, f"test {number}", "exec"), globals())
-        except BaseException as error:
-            print(f"test {number}: {type(error).__name__}: {error}", file=sys.__stderr__)
+            compiled.append((number, compile(test, f"test {number}", "exec")))
+        except Exception as error:
+            show(f"test {number}: {type(error).__name__}: {error}\\n")
+    yield compile(program, "program.py", "exec"), []
+    for number, test in compiled:
+        failures = []
+        yield test, failures
+        if failures:
+            show(f"test {number}: {failures}\\n")
         else:
             write(f"\\n{word} {number}\\n")
-        sys.__stdout__.flush()
+        flush()
+
+
+def run(exec=exec, space=globals()):
+    number = -1
+    for code, failures in stages():
+        number += 1
+        try:
+            exec(code, space)
+        except BaseException as error:
+            failures.append((type(error).__name__, str(error)[:200]))
+            if not number:
+                raise
 
 
 run()
 """
 """Runs a program and then its tests; each that passes is reported by a word that the program was not told, so that
-ending early, or printing what looks like success, passes nothing."""
+ending early, or printing what looks like success, passes nothing. While a program runs, the word is in no frame that
+it was called from, nothing is left to read, and what it makes of builtins is too late."""
 
 
 def program_in(text: str) -> str:
     """The program in an answer: its last fenced block, or all of it where there is none."""
     blocks = FENCE.findall(text)
-    return blocks[-1] if blocks else text
+    return dedent(blocks[-1]) if blocks else text
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,9 @@ class Sandbox:
             if self.backend == "bwrap":
                 how = Start([*walls(python, self.limits, source.fileno()), *self._command(python, "/program.py")])
             else:
-                how = self._plain_start(python, source, stack.enter_context(tempfile.TemporaryDirectory()))
+                folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+                stack.callback(end_all_at_home, folder)
+                how = self._plain_start(python, source, folder)
             began = time.monotonic()
             returncode = how.run(self.limits.seconds, stdin=inputs, stdout=out, stderr=err, pass_fds=(source.fileno(),))
             seconds = time.monotonic() - began
@@ -190,6 +192,22 @@ def ended(process: subprocess.Popen, seconds: float) -> int | None:
     with suppress(subprocess.TimeoutExpired):
         return process.wait(seconds)
     return None
+
+
+def end_all_at_home(folder: str) -> None:
+    """Kill what was started with this HOME and left the group of its program."""
+    home, proc = f"HOME={folder}".encode(), Path("/proc")
+    for _ in range(10):
+        found = []
+        for process in proc.glob("[0-9]*"):
+            with suppress(OSError):
+                if home in (process / "environ").read_bytes().split(b"\0"):
+                    found.append(int(process.name))
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            return
 
 
 def walls(python: str, limits: Limits, source: int) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+from textwrap import indent
 
 import pytest
 
@@ -28,6 +29,7 @@ def test_right_and_wrong_programs(where):
         (ADD.replace("+", "-"), ASSERTS, 0),
         ("def add(a, b)", ASSERTS, 0),
         (f"Here:\n```python\n{ADD}\n```\nIt adds.", ASSERTS, 1),
+        ("1. Code:\n   ```\n" + indent(ADD, "   ") + "\n   ```", ASSERTS, 1),
         (f"```\nprint(1)\n```\nor rather\n```py\n{ADD}\n```", ASSERTS, 1),
         ("I can't.", ASSERTS, 0),
         (DOUBLE, INPUTS, 1),
@@ -58,6 +60,13 @@ def test_parts_that_pass_count_if_they_may(where):
         "print('0')\nprint('test 0 passed')",
         "import builtins\nbuiltins.compile = None",
         "class Yes:\n    pass\nimport sys\nfor line in sys.stdin:\n    print(line)",
+        "import os\nos.lseek(0, 0, 0)\nword = eval(os.read(0, 9999))[2]\nprint(f'\\n{word} 0\\n{word} 1')",
+        "import sys\nword = sys._getframe(1).f_locals['word']\nprint(f'\\n{word} 0\\n{word} 1')",
+        "def add(a, b):\n    import sys\n    frame = sys._getframe()\n    while 'word' not in frame.f_locals:\n"
+        "        frame = frame.f_back\n    print(f'\\n{frame.f_locals[\"word\"]} 0\\n')",
+        "import builtins\nbuiltins.exec = lambda *given: None",
+        "import builtins\nmade = compile\nbuiltins.compile = lambda text, *given: made('pass', *given)",
+        "import builtins\nbuiltins.enumerate = lambda tests: [(i, 'pass') for i in range(len(tests))]",
     ],
 )
 def test_ending_early_and_printing_pass_nothing(trick, where):

@@ -3,8 +3,12 @@
 import os
 import shutil
 import socket
+import sys
 import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -72,6 +76,33 @@ def test_a_fork_bomb_goes_no_further_than_its_limit_and_ends(sandbox):
         .run("import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass")
         .timed_out
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="daemons are found in /proc")
+def test_a_daemon_of_a_plain_process_ends_with_its_program():
+    """bubblewrap ends what it began with."""
+    daemon = """
+        import os, time
+        heard, told = os.pipe()
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.write(told, str(os.getpid()).encode())
+                time.sleep(60)
+            os._exit(0)
+        print(os.read(heard, 20).decode())
+    """
+    (sandbox,) = PLAIN.values
+    daemon_id = sandbox.run(dedent(daemon)).stdout.strip()
+    state = Path("/proc", daemon_id, "stat")
+    assert daemon_id.isdigit()
+    for _ in range(100):
+        with suppress(OSError):
+            if state.read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.05)
+                continue
+        return
+    raise AssertionError("it goes on")
 
 
 @everywhere
