@@ -23,6 +23,8 @@ EXPORTS = {
     "strop.trainer.ppo": ("PPOConfig", "PPOTrainer"),
     "strop.trainer.rloo": ("RLOOConfig", "RLOOTrainer"),
     "strop.trainer.online_dpo": ("OnlineDPOConfig", "OnlineDPOTrainer"),
+    "strop.trainer.nash_md": ("NashMDConfig", "NashMDTrainer"),
+    "strop.trainer.xpo": ("XPOConfig", "XPOTrainer"),
     "strop.models.model_config": ("ModelConfig", "get_kbit_device_map", "get_peft_config", "get_quantization_config"),
     "strop.data.pack": ("pack_dataset",),
     "strop.data.chat": ("apply_chat_template", "maybe_apply_chat_template"),
@@ -61,6 +63,8 @@ __all__ = [
     "KTOTrainer",
     "LogCompletionsCallback",
     "ModelConfig",
+    "NashMDConfig",
+    "NashMDTrainer",
     "ORPOConfig",
     "ORPOTrainer",
     "OnlineDPOConfig",
@@ -83,6 +87,8 @@ __all__ = [
     "TPOConfig",
     "TPOTrainer",
     "TrlParser",
+    "XPOConfig",
+    "XPOTrainer",
     "__version__",
     "apply_chat_template",
     "clone_chat_template",
@@ -126,6 +132,7 @@ if TYPE_CHECKING:
     from strop.trainer.dpo import DPOConfig, DPOTrainer
     from strop.trainer.grpo import GRPOConfig, GRPOTrainer
     from strop.trainer.kto import KTOConfig, KTOTrainer
+    from strop.trainer.nash_md import NashMDConfig, NashMDTrainer
     from strop.trainer.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
     from strop.trainer.orpo import ORPOConfig, ORPOTrainer
     from strop.trainer.ppo import PPOConfig, PPOTrainer
@@ -134,6 +141,7 @@ if TYPE_CHECKING:
     from strop.trainer.rloo import RLOOConfig, RLOOTrainer
     from strop.trainer.sft import SFTTrainer
     from strop.trainer.tpo import TPOConfig, TPOTrainer
+    from strop.trainer.xpo import XPOConfig, XPOTrainer
 
 
 def __getattr__(name: str):

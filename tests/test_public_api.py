@@ -74,7 +74,8 @@ EXPERIMENTAL = {
     method.lower(): {f"{method}Config", f"{method}Trainer"}
     for method in ["BCO", "CPO", "KTO", "ORPO", "PRM", "SimPO", "TPO"]
 }
-EXPERIMENTAL["online_dpo"] = {"OnlineDPOConfig", "OnlineDPOTrainer"}
+for name, method in {"online_dpo": "OnlineDPO", "nash_md": "NashMD", "xpo": "XPO"}.items():
+    EXPERIMENTAL[name] = {f"{method}Config", f"{method}Trainer"}
 EXPERIMENTAL["bema_for_ref_model"] = {"BEMACallback", "DPOTrainer"}
 
 

@@ -79,6 +79,35 @@ class RewardFunctionArguments:
 
 
 @dataclass
+class JudgeArguments(RewardFunctionArguments):
+    """What completions are worth, or who compares them."""
+
+    judge: str | None = None
+    """Chat model that compares completions, in the place of rewards: its name at the endpoint judge_url."""
+
+    judge_url: str = "https://api.openai.com/v1"
+    """OpenAI-compatible endpoint of the judge."""
+
+    judge_rubric: str | None = None
+    """What the judge goes by; how correct, helpful and clear an answer is if not set."""
+
+    def check(self, reward_model: str | None = None) -> None:
+        """As for rewards, of which there are none beside a judge."""
+        if self.judge is None:
+            if self.judge_rubric is not None:
+                raise ValueError(f"judge_rubric={self.judge_rubric!r} has no effect without a judge; set judge.")
+            super().check(reward_model)
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        if self.judge is None:
+            return super().trainer_arguments()
+        from strop.rewards.judges import QUALITY, PairwiseJudge
+
+        judge = PairwiseJudge(self.judge, self.judge_url, self.judge_rubric or QUALITY)
+        return {**super().trainer_arguments(), "judge": judge}
+
+
+@dataclass
 class LaunchArguments:
     """How many processes run, and on what. With any of these `accelerate launch` starts the command."""
 

@@ -20,6 +20,8 @@ TRAINING = {
     "grpo": "group-relative policy optimisation: completions of a prompt, scored and compared",
     "ppo": "proximal policy optimisation: completions scored, each token against an expected value",
     "online_dpo": "DPO on pairs that the policy writes itself, told apart by rewards",
+    "nash_md": "Nash-MD: the policy plays against a mixture of itself and the reference",
+    "xpo": "exploratory preference optimisation: online DPO against completions of the reference",
     "rloo": "REINFORCE leave-one-out: completions of a prompt against the mean of the others",
     "reward": "a reward model from pairs, or from ranked completions",
     "prm": "a process reward model from solutions whose steps are judged",

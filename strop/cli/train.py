@@ -13,6 +13,7 @@ from strop.cli import launch
 from strop.cli.args import Options, dump
 from strop.cli.arguments import (
     CommandArguments,
+    JudgeArguments,
     LaunchArguments,
     ReferenceModelArguments,
     RewardFunctionArguments,
@@ -47,6 +48,7 @@ def _method(name: str, suffix: str, place: str, *own: type, **more: str) -> Meth
 
 
 _SFT = ("strop.trainer.sft:SFTTrainer", "strop.trainer.config:SFTConfig", "SFT", "strop.scripts.sft")
+_ONLINE = (ReferenceModelArguments, JudgeArguments)
 _KTO_ROWS, _BCO_ROWS = "strop.data.preference:LABELLED_MISMATCHED", "strop.data.preference:LABELLED"
 
 METHODS = {
@@ -60,10 +62,9 @@ METHODS = {
     "tpo": _method("tpo", "TPO", "strop.trainer.tpo", rows="strop.data.preference:TRIPLES"),
     "grpo": _method("grpo", "GRPO", "strop.trainer.grpo", RewardFunctionArguments, rows="prompts"),
     "ppo": _method("ppo", "PPO", "strop.trainer.ppo", ReferenceModelArguments, RewardFunctionArguments, rows="prompts"),
-    "online_dpo": _method(
-        *("online_dpo", "OnlineDPO", "strop.trainer.online_dpo", ReferenceModelArguments, RewardFunctionArguments),
-        rows="prompts",
-    ),
+    "online_dpo": _method("online_dpo", "OnlineDPO", "strop.trainer.online_dpo", *_ONLINE, rows="prompts"),
+    "nash_md": _method("nash_md", "NashMD", "strop.trainer.nash_md", *_ONLINE, rows="prompts"),
+    "xpo": _method("xpo", "XPO", "strop.trainer.xpo", *_ONLINE, rows="prompts"),
     "rloo": _method("rloo", "RLOO", "strop.trainer.rloo", RewardFunctionArguments, rows="prompts"),
     "reward": _method(
         "reward", "Reward", "strop.trainer.reward", rows="strop.trainer.reward:format_of", task="SEQ_CLS"

@@ -26,7 +26,7 @@ def run_by_generate(
 ) -> None:
     """Write `rows` to their ends, at most `max_rows` at a time. `lockstep`: ranks make equally many forward passes."""
     base = base_model(model)
-    batches = _batches(rows, max_rows, bool(getattr(base, "_is_stateful", False)))
+    batches = batches_of(rows, max_rows, bool(getattr(base, "_is_stateful", False)))
     num_batches = len(batches)
     if lockstep:
         count = torch.tensor(num_batches, device=next(model.parameters()).device)
@@ -37,21 +37,21 @@ def run_by_generate(
             batch = batches[i] if i < len(batches) else [Row(0, 0, Prefix((0,)), 1)]
             writer = Writer(batch, sampling, stopping)
             _with_generate(model).generate(  # type: ignore[operator]
-                **_inputs(batch, base),
+                **padded_inputs(batch, base),
                 logits_processor=[writer],
                 stopping_criteria=[Ends(writer)],
                 synced_gpus=lockstep,
             )
 
 
-def _batches(rows: Sequence[Row], max_rows: int, stateful: bool) -> list[list[Row]]:
+def batches_of(rows: Sequence[Row], max_rows: int, stateful: bool) -> list[list[Row]]:
     """Rows of similar prompts; of equally long ones for a model that carries a state, which padding would enter."""
     ordered = sorted(rows, key=lambda row: (len(row.prefix.token_ids), row.index))
     alike = [list(g) for _, g in groupby(ordered, lambda row: len(row.prefix.token_ids))] if stateful else [ordered]
     return [part[i : i + max_rows] for part in alike for i in range(0, len(part), max_rows)]
 
 
-def _inputs(rows: Sequence[Row], base: PreTrainedModel) -> dict[str, Tensor]:
+def padded_inputs(rows: Sequence[Row], base: PreTrainedModel) -> dict[str, Tensor]:
     """Prompts padded on the left, so that they end together; on the right for an encoder."""
     width = max(len(row.prefix.token_ids) for row in rows)
     ids = torch.zeros((len(rows), width), dtype=torch.int64)

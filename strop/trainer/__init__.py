@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from strop.trainer.dpo import DPOConfig, DPOTrainer
     from strop.trainer.grpo import GRPOConfig, GRPOTrainer
     from strop.trainer.kto import KTOConfig, KTOTrainer
+    from strop.trainer.nash_md import NashMDConfig, NashMDTrainer
     from strop.trainer.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
     from strop.trainer.orpo import ORPOConfig, ORPOTrainer
     from strop.trainer.ppo import PPOConfig, PPOTrainer
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from strop.trainer.rloo import RLOOConfig, RLOOTrainer
     from strop.trainer.sft import SFTTrainer
     from strop.trainer.tpo import TPOConfig, TPOTrainer
+    from strop.trainer.xpo import XPOConfig, XPOTrainer
 
 _MODULES = {
     "BaseConfig": "strop.trainer.config",
@@ -33,6 +35,8 @@ _MODULES = {
     "GRPOTrainer": "strop.trainer.grpo",
     "KTOConfig": "strop.trainer.kto",
     "KTOTrainer": "strop.trainer.kto",
+    "NashMDConfig": "strop.trainer.nash_md",
+    "NashMDTrainer": "strop.trainer.nash_md",
     "ORPOConfig": "strop.trainer.orpo",
     "ORPOTrainer": "strop.trainer.orpo",
     "OnlineDPOConfig": "strop.trainer.online_dpo",
@@ -51,6 +55,8 @@ _MODULES = {
     "SimPOTrainer": "strop.trainer.cpo",
     "TPOConfig": "strop.trainer.tpo",
     "TPOTrainer": "strop.trainer.tpo",
+    "XPOConfig": "strop.trainer.xpo",
+    "XPOTrainer": "strop.trainer.xpo",
 }
 
 __all__ = [
@@ -66,6 +72,8 @@ __all__ = [
     "GRPOTrainer",
     "KTOConfig",
     "KTOTrainer",
+    "NashMDConfig",
+    "NashMDTrainer",
     "ORPOConfig",
     "ORPOTrainer",
     "OnlineDPOConfig",
@@ -84,6 +92,8 @@ __all__ = [
     "SimPOTrainer",
     "TPOConfig",
     "TPOTrainer",
+    "XPOConfig",
+    "XPOTrainer",
 ]
 
 

@@ -16,7 +16,6 @@ from strop.callbacks.alarms import RolloutAlarm
 from strop.callbacks.state import refuse_shards
 from strop.callbacks.sync_ref import SyncRefModelCallback
 from strop.data.collate import Batch
-from strop.losses.reduce import StepCounts
 from strop.models.forward import base_model
 from strop.models.load import load_model
 from strop.models.quantize import is_quantized
@@ -237,11 +236,6 @@ class OnlinePreferenceTrainer(OnPolicyTrainer):
         if len(set(self.writers)) == 1:
             return [(prefix + name, rollouts)]
         return [(f"{prefix}model_{name}", rollouts[::2]), (f"{prefix}ref_{name}", rollouts[1::2])]
-
-    def count(self, batch: Batch) -> StepCounts:
-        """Tokens, and pairs."""
-        rows = super().count(batch)
-        return StepCounts(rows.tokens, rows.sequences // 2)
 
 
 def refuse_unused(**given: Any) -> None:

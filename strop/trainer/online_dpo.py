@@ -114,6 +114,11 @@ class OnlineDPOTrainer(OnlinePreferenceTrainer):
 
     # Loss
 
+    def count(self, batch: Batch) -> StepCounts:
+        """Tokens, and pairs."""
+        rows = super().count(batch)
+        return StepCounts(rows.tokens, rows.sequences // 2)
+
     def loss(self, model: Module, batch: Batch, counts: StepCounts) -> tuple[Tensor, Metrics]:
         scores = logps(model, batch, temperature=batch["temperature"])
         told = told_pairs(scores.logps, batch)
