@@ -39,6 +39,9 @@ EXPORTS = {
     "strop.data.mixture": ("DatasetMixtureConfig", "get_dataset"),
     "strop.cli.arguments": ("ScriptArguments",),
     "strop.cli.parser": ("TrlParser",),
+    "strop.evals.evaluate": ("evaluate",),
+    "strop.evals.results": ("EvalResults",),
+    "strop.evals.statistics": ("pass_at_k",),
     "strop.callbacks.progress": ("RichProgressCallback",),
     "strop.callbacks.bema": ("BEMACallback",),
     "strop.callbacks.completions": ("LogCompletionsCallback",),
@@ -57,6 +60,7 @@ __all__ = [
     "DPOConfig",
     "DPOTrainer",
     "DatasetMixtureConfig",
+    "EvalResults",
     "GRPOConfig",
     "GRPOTrainer",
     "KTOConfig",
@@ -92,6 +96,7 @@ __all__ = [
     "__version__",
     "apply_chat_template",
     "clone_chat_template",
+    "evaluate",
     "extract_prompt",
     "get_dataset",
     "get_kbit_device_map",
@@ -104,6 +109,7 @@ __all__ = [
     "maybe_extract_prompt",
     "maybe_unpair_preference_dataset",
     "pack_dataset",
+    "pass_at_k",
     "unpair_preference_dataset",
 ]
 
@@ -124,6 +130,9 @@ if TYPE_CHECKING:
         maybe_unpair_preference_dataset,
         unpair_preference_dataset,
     )
+    from strop.evals.evaluate import evaluate
+    from strop.evals.results import EvalResults
+    from strop.evals.statistics import pass_at_k
     from strop.models.model_config import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
     from strop.models.tokenizers import clone_chat_template
     from strop.trainer.bco import BCOConfig, BCOTrainer

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from strop.evals.options import EvalOptions
 from strop.evals.results import Metric
-from strop.evals.statistics import Difference, Estimate, Total, mean_difference, proportion_difference
+from strop.evals.statistics import Difference, Estimate, Total, mean_difference, proportion, proportion_difference
 
 ALIKE = 1e-9
 
@@ -27,6 +27,10 @@ class TaskScore:
     by_question: Mapping[Any, float] = field(default_factory=dict)
 
     def estimate(self, confidence: float) -> Estimate:
+        """With lm-eval's standard error; Wilson's interval for questions that are right or wrong, as elsewhere."""
+        totals = [Total(value) for value in self.by_question.values()]
+        if totals and all(one.is_single for one in totals):
+            return proportion(totals, confidence)
         reach = None if self.standard_error is None else quantile(confidence) * self.standard_error
         low, high = (None, None) if reach is None else (self.value - reach, self.value + reach)
         return Estimate(self.value, low, high, self.num_questions)

@@ -7,7 +7,7 @@ import pytest
 
 from strop.evals import harness
 from strop.evals.evaluate import evaluate
-from strop.evals.statistics import sign_test
+from strop.evals.statistics import Total, proportion, sign_test
 
 
 class Calls(list):
@@ -59,8 +59,9 @@ def test_a_task_is_run_on_the_model_as_it_is(lm_eval, tiny_llama, bpe_tokenizer)
     assert asked["apply_chat_template"]
     accuracy = found["sums/acc"]
     assert (accuracy.value, accuracy.model.num_prompts) == (0.75, 4)
-    assert (accuracy.model.low, accuracy.model.high) == pytest.approx((0.75 - 0.196, 0.75 + 0.196), abs=1e-4)
-    assert found["sums/size,strict"].value == 7.0
+    assert accuracy.model == proportion([Total(1.0)] * 3 + [Total(0.0)])
+    size = found["sums/size,strict"].model
+    assert (size.low, size.value, size.high) == pytest.approx((7 - 1.96, 7.0, 7 + 1.96), abs=1e-4)
 
 
 def test_two_models_are_compared_question_by_question(lm_eval, tiny_llama, bpe_tokenizer):
