@@ -202,6 +202,7 @@ class OnPolicyTrainer(BaseTrainer):
         self.buffer = RolloutBuffer(plan, args.seed)
         self.replay = ReplayBuffer(args.replay_buffer_size, args.seed)
         self._to_print: list[record.Line] = []
+        self._tokens_written = 0
 
     # A block
 

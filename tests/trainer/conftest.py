@@ -221,10 +221,10 @@ def make_rollout_trainer(tiny_llama, bpe_tokenizer, prompts, tmp_path):
     def make(trainer_class, generator="scripted", rows=None, rewards=vowels, model=None, more=None, **config):
         own = {"max_completion_length": 6, "num_generations": 2, "output_dir": str(tmp_path / "run")}
         return trainer_class(
-            copy.deepcopy(tiny_llama if model is None else model),
-            rewards,
-            trainer_class.config_class(**DEFAULTS | own | config),
-            prompts if rows is None else rows,
+            model=copy.deepcopy(tiny_llama if model is None else model),
+            reward_funcs=rewards,
+            args=trainer_class.config_class(**DEFAULTS | own | config),
+            train_dataset=prompts if rows is None else rows,
             processing_class=bpe_tokenizer,
             generator=Scripted() if generator == "scripted" else generator,
             **more or {},

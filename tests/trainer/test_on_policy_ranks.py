@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from strop.trainer.grpo import GRPOTrainer
+from strop.trainer.ppo import PPOTrainer
 from strop.trainer.rloo import RLOOTrainer
 
 CASES = {
     "several steps": (GRPOTrainer, {"steps_per_generation": 2, "num_iterations": 2, "beta": 0.1}),
     "groups over ranks": (GRPOTrainer, {"num_generations": 4, "top_entropy_quantile": 0.5, "loss_type": "grpo"}),
+    "ppo": (PPOTrainer, {"num_mini_batches": 2, "num_ppo_epochs": 2, "target_kl": 0.1, "kl_horizon": 20}),
+    "ppo of two trunks": (PPOTrainer, {"value_function": "separate", "num_generations": 1, "num_ppo_epochs": 2}),
+    "values first": (PPOTrainer, {"num_value_pretraining_steps": 3, "num_generations": 1, "num_ppo_epochs": 2}),
     "adaptive": (RLOOTrainer, {"normalize_advantages": True}),
 }
 
@@ -27,7 +31,7 @@ def test_two_ranks_do_what_one_does(case, make_rollout_trainer, prompts, on_two_
     def run(size=2):
         trainer = make(per_device_train_batch_size=size, more={"eval_dataset": prompts})
         trainer.train()
-        left_out = ("time", "second", "epoch", "flos", "learning_rate", "step")
+        left_out = ("time", "second", "epoch", "flos", "learning_rate", "step", "eps")
         keep = lambda log: {k: v for k, v in log.items() if not any(word in k for word in left_out)}  # noqa: E731
         weights = {
             name: p.detach().clone() for name, p in trainer.accelerator.unwrap_model(trainer.model).named_parameters()

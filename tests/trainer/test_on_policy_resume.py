@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import TrainerCallback
 
 from strop.trainer.grpo import GRPOTrainer
+from strop.trainer.ppo import PPOTrainer
 from strop.trainer.rloo import RLOOTrainer
 
 STEPS = 7
@@ -26,6 +28,15 @@ KINDS = {
     "stream": (GRPOTrainer, {"steps_per_generation": 2}),
     "moving reference": (RLOOTrainer, {"sync_ref_model": True, "ref_model_sync_steps": 2, "steps_per_generation": 3}),
     "replay": (GRPOTrainer, {"replay_buffer_size": 2, "beta": 0.1}),
+    "values on a shared trunk": (
+        PPOTrainer,
+        {"num_mini_batches": 2, "num_ppo_epochs": 3, "target_kl": 0.1, "kl_horizon": 20, "num_generations": 1},
+    ),
+    "values of another trunk": (
+        PPOTrainer,
+        {"num_mini_batches": 2, "num_ppo_epochs": 2, "value_function": "separate", "num_value_pretraining_steps": 5},
+    ),
+    "values beside an adapter": (PPOTrainer, {"num_ppo_epochs": 3, "optim": "adamw_torch"}),
     "dynamic": (GRPOTrainer, {"dynamic_sampling_rounds": 2, "steps_per_generation": 2}),
 }
 
@@ -45,14 +56,16 @@ class KillAt(TrainerCallback):
 def test_a_killed_run_goes_on_bit_for_bit(kind, make_rollout_trainer, prompts, tmp_path):
     trainer_class, config = KINDS[kind]
     common = {"generator": None, "max_steps": STEPS, "learning_rate": 0.5, "save_strategy": "steps", "save_steps": 1}
+    peft = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear") if "adapter" in kind else None
     common |= {"logging_steps": 2, "rows": prompts.to_iterable_dataset() if kind == "stream" else None}
-    make = functools.partial(make_rollout_trainer, trainer_class, **common | config)
+    more = {} if peft is None else {"peft_config": peft}
+    make = functools.partial(make_rollout_trainer, trainer_class, **{"more": more} | common | config)
     whole = make(output_dir=str(tmp_path / "whole"))
     whole.train()
 
     def killed():
         torch.set_num_threads(1)
-        make(output_dir=str(tmp_path / "killed"), more={"callbacks": [KillAt(4)]}).train()
+        make(output_dir=str(tmp_path / "killed"), more={**more, "callbacks": [KillAt(4)]}).train()
 
     process = multiprocessing.get_context("fork").Process(target=killed)
     process.start()
@@ -67,7 +80,7 @@ def test_a_killed_run_goes_on_bit_for_bit(kind, make_rollout_trainer, prompts, t
 
 
 def logs(trainer):
-    left_out = ("step_time", "runtime", "second", "flos")
+    left_out = ("step_time", "runtime", "second", "flos", "eps")
     return [
         {name: value for name, value in log.items() if not any(word in name for word in left_out)}
         for log in trainer.state.log_history
