@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import regex  # `re` can't be stopped, and nothing else runs while it searches
+
 from strop.rewards.texts import Words, texts_of
 
 FENCE = re.compile(r"```[^\n`]*\n(.*?)```", re.S)
 """A fenced block of Markdown."""
+SECONDS = 1.0
+"""Time for a text to match a pattern."""
 
 
 def think_format_reward(completions: Sequence[Words], **kwargs: Any) -> list[float]:
@@ -29,18 +33,25 @@ class _RegexReward:
     __name__ = "regex_reward"
 
     def __call__(self, completions: Sequence[Words], **kwargs: Any) -> list[float]:
-        matches = re.compile(self.pattern, re.S).fullmatch if self.whole else re.compile(self.pattern, re.S).search
-        return [float(matches(text) is not None) for text in texts_of(completions)]
+        return [float(self.matches(text)) for text in texts_of(completions)]
+
+    def matches(self, text: str) -> bool:
+        match = regex.fullmatch if self.whole else regex.search
+        try:
+            return match(self.pattern, text, regex.S, timeout=SECONDS, concurrent=True) is not None
+        except TimeoutError:
+            return False
 
 
 def regex_reward(pattern: str, whole: bool = True) -> _RegexReward:
     """A reward that is 1.0 for completions that `pattern` matches, from beginning to end if `whole`.
 
-    "." matches newlines too. Raises ValueError for what is no regular expression.
+    "." matches newlines too. A text that takes longer than a second, as (a+)+b may with many a, doesn't match. Raises
+    ValueError for what is no regular expression.
     """
     try:
-        re.compile(pattern, re.S)
-    except re.error as error:
+        regex.compile(pattern, regex.S)
+    except regex.error as error:
         raise ValueError(f"pattern={pattern!r} is no regular expression: {error}") from error
     return _RegexReward(pattern, whole)
 

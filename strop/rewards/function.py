@@ -1,5 +1,6 @@
 """The contract of a reward function: what it is called, what it is given, and what it may give back."""
 
+import contextlib
 import functools
 import inspect
 import math
@@ -14,6 +15,8 @@ from strop.compat import suggestion
 
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """What every function may ask for besides the columns of the rows."""
+LARGEST = torch.finfo(torch.float32).max
+"""Beyond it there is only infinity."""
 HIDDEN = ("prompt", "completion")
 """Columns that functions get as `prompts` and `completions`, not by their own name."""
 
@@ -94,8 +97,10 @@ class RewardFunction:
             value = value[0]
         if value is None:
             return math.nan
-        number = float(value) if isinstance(value, numbers.Real) else None
-        if number is None or not math.isfinite(number):
+        number = None
+        with contextlib.suppress(OverflowError):
+            number = float(value) if isinstance(value, numbers.Real) else None
+        if number is None or not abs(number) <= LARGEST:
             raise ValueError(
                 f"reward function {self.name} returned {str(value)[:60]!r} for row {row}; a reward is a finite number, "
                 "or None where the function doesn't apply."

@@ -40,6 +40,27 @@ def within(call: Callable[[], Result], seconds: float) -> Result:
     return future.result()
 
 
+class Threads:
+    """Runs so many calls at a time, in threads that the program doesn't wait for when it ends."""
+
+    def __init__(self, count: int):
+        self.turns = threading.Semaphore(count)
+
+    def submit(self, call: Callable[[], Result]) -> Future[Result]:
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            with self.turns:
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(call())
+                    except BaseException as error:
+                        future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True, name="strop-rewards").start()
+        return future
+
+
 class Loop:
     """An event loop that runs in a thread as long as the program does, so that what coroutines keep open stays open."""
 

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.rewards.function import GIVEN, HIDDEN, RewardFunction, unique
-from strop.rewards.limits import Loop, within
+from strop.rewards.limits import Loop, Threads, within
 from strop.rewards.resolve import resolve_reward
 from strop.rewards.texts import Words
 
@@ -164,31 +164,35 @@ class RewardFunctions:
                     waiting[call] = self.loop.submit(call.answer_async())
                 elif self._in_threads:
                     waiting[call] = self.threads.submit(call.answer)
-            for index, call in enumerate(calls):
-                scores.values[:, index] = self._result(call, waiting[call]) if call in waiting else call.answer()
+            answers = {call: call.answer() for call in calls if call not in waiting} | self._results(waiting)
         except BaseException:
             for future in waiting.values():
                 future.cancel()
             raise
+        for index, call in enumerate(calls):
+            scores.values[:, index] = answers[call]
 
-    def _result(self, call: "Call", future: Future[Tensor]) -> Tensor:
-        """What a call in the background says, which bounds its own time unless it never gives the event loop back."""
-        limit = 2 * self.timeout + 1 if self.timeout and call.function.is_async else None
-        try:
-            return future.result(limit)
-        except TimeoutError as error:
-            raise ValueError(
-                f"reward function {call.function.name} could not be stopped after {limit:g} s: it is asynchronous, but "
-                "something blocks the event loop. Await what takes long, or make it a plain function."
-            ) from error
+    def _results(self, waiting: "Mapping[Call, Future[Tensor]]") -> "dict[Call, Tensor]":
+        """What calls in the background say, as soon as all have answered or one has failed. They bound their own time,
+        unless one never gives the event loop back."""
+        limit = 2 * self.timeout + 1 if self.timeout and any(call.function.is_async for call in waiting) else None
+        done, late = wait(waiting.values(), limit, FIRST_EXCEPTION)
+        failed = any(future.exception() for future in done)
+        for call, future in waiting.items():
+            if future in late and call.function.is_async and not failed:
+                raise ValueError(
+                    f"reward function {call.function.name} could not be stopped after {limit:g} s: it is asynchronous, "
+                    "but something blocks the event loop. Await what takes long, or make it a plain function."
+                )
+        return {call: future.result() for call, future in waiting.items() if not failed or future in done}
 
     @property
     def _in_threads(self) -> bool:
         return self.workers > 0 or self.timeout is not None
 
     @cached_property
-    def threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(max(self.workers, 1), thread_name_prefix="strop-rewards")
+    def threads(self) -> "Threads":
+        return Threads(max(self.workers, 1))
 
     @cached_property
     def loop(self) -> "Loop":
@@ -283,13 +287,18 @@ class Call:
     async def awaited(self, rows: Rows) -> Any:
         try:
             return await self.function.function(**self.arguments(rows))
+        except asyncio.CancelledError as error:
+            if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                raise
+            raise self.explained(RuntimeError("it was cancelled, but not by its timeout"), None, None) from error
         except Exception as error:
             found = await self.culprit_async(error) if len(rows.numbers) > 1 else (rows.numbers[0], error)
             raise self.explained(error, *found) from error
 
     def arguments(self, rows: Rows) -> dict[str, Any]:
         logs = {"log_extra": self.log_extra, "log_metric": self.log_metric} if rows is self.rows else NO_LOGS
-        return self.function.arguments({**rows.given, **rows.shared, **logs})
+        own = {name: list(values) for name, values in rows.given.items()}  # what one does to them is not others' affair
+        return self.function.arguments({**own, **rows.shared, **logs})
 
     def read(self, returned: Any, rows: Rows) -> Tensor:
         return self.function.rewards(returned, len(rows.numbers), rows.numbers)

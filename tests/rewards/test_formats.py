@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.rewards import json_reward, regex_reward, think_format_reward, xml_reward
+from strop.rewards import formats, json_reward, regex_reward, think_format_reward, xml_reward
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "rewards.json").read_text())
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 1}}, "required": ["n"]}
@@ -36,6 +36,11 @@ def test_thoughts_as_in_trl(case):
 )
 def test_patterns(pattern, whole, text, reward):
     assert both_ways(regex_reward(pattern, whole), text) == reward
+
+
+def test_a_pattern_that_never_comes_to_an_end_does_not_match(monkeypatch):
+    monkeypatch.setattr(formats, "SECONDS", 0.05)
+    assert both_ways(regex_reward(r"(a|a|aa)+c?d"), "a" * 60 + "d!") == 0
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -158,6 +159,46 @@ def test_an_exception_names_function_and_row_and_keeps_its_traceback(function, o
     assert any(
         entry.name == "fails_on_ccc" for entry in pytest.ExceptionInfo.from_exception(caught.value.__cause__).traceback
     )
+
+
+async def async_waits_for_ever(completions):
+    await asyncio.Event().wait()
+
+
+def waits(release, completions):
+    release.wait(30)
+    return [0] * 4
+
+
+def test_a_failure_does_not_wait_for_what_hangs():
+    with pytest.raises(ValueError, match="fails_on_ccc failed on row 2"):
+        RewardFunctions([async_waits_for_ever, async_fails_on_ccc]).score(**FOUR)
+    release = threading.Event()
+    with pytest.raises(ValueError, match="fails_on_ccc failed on row 2"):
+        RewardFunctions([partial(waits, release), fails_on_ccc], workers=2).score(**FOUR)
+    release.set()
+
+
+def test_a_function_that_is_cancelled_from_inside_is_named():
+    async def gives_up(completions):
+        raise asyncio.CancelledError
+
+    for timeout in (None, 5):
+        with pytest.raises(ValueError, match=r"gives_up failed .* cancelled, but not by its timeout"):
+            RewardFunctions(gives_up, timeout=timeout).score(**FOUR)
+
+
+def test_what_a_function_does_to_its_lists_is_not_seen_by_others():
+    def spoils(completions, answer, **kwargs):
+        completions.clear()
+        answer[0] = None
+        return [0] * 4
+
+    def reads(completions, answer):
+        return [float(completion == text) for completion, text in zip(completions, answer, strict=True)]
+
+    scores = RewardFunctions([spoils, reads]).score(**FOUR, columns={"answer": FOUR["completions"]})
+    assert scores.values[:, 1].tolist() == [1] * 4
 
 
 def test_an_exception_that_is_no_single_rows_says_so():
