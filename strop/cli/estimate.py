@@ -21,7 +21,8 @@ class EstimateArguments:
     """Count a frozen copy of the model, also for a method that keeps none. Those that do need not be told."""
 
     cached_tokens: int = 0
-    """Tokens generated at a time, prompts included, over all sequences: their keys and values are counted."""
+    """Tokens generated at a time, prompts included, over all sequences: their keys and values are counted. Methods that
+    train on rollouts need not be told."""
 
     json: bool = False
     """Print bytes as JSON."""
@@ -49,36 +50,69 @@ def main(argv: Sequence[str]) -> int:
 def estimate_run(what: EstimateArguments, method: Method, model_args: Any, args: Any, *more: Any) -> Any:
     """The estimate of a run with these options. Raises ValueError where model or row length are missing."""
     from strop.models.model_config import get_peft_config
-    from strop.runs.estimate import estimate
+    from strop.runs.estimate import estimate, estimate_rollouts
 
     if not model_args.model_name_or_path:
         raise ValueError("there is no model to estimate; name one with --model_name_or_path (a hub id or a folder).")
-    if method.rows == "prompts":
-        raise ValueError("the memory of training on rollouts can't be estimated yet; try a run with --max_steps 2.")
-    if args.max_length is None:
-        raise ValueError("max_length is None, so rows have no longest length to estimate with; set --max_length.")
+    refuse_what_has_no_size(what, method, args)
     config, dtype = shape_of(model_args.model_name_or_path, model_args, args)
     named = next((part.ref_model_name_or_path for part in more if isinstance(part, ReferenceModelArguments)), None)
     reference = shape_of(named, model_args, args)[0] if named else config if keeps_copy(what, method, args) else None
-    return estimate(
-        config,
-        batch_size=rows_per_batch(method, args),
-        length=args.max_length,
-        dtype=dtype,
-        autocast=torch_dtype(args),
-        optim=getattr(args.optim, "value", args.optim),
-        peft_config=get_peft_config(model_args),
-        weight_bits=4 if model_args.load_in_4bit else 8 if model_args.load_in_8bit else None,
-        checkpointing=bool(args.gradient_checkpointing),
-        device=args.device.type,
-        reference=reference if named or not model_args.use_peft else None,
-        cached_tokens=what.cached_tokens,
-        task=method.task,
+    common = {
+        "dtype": dtype,
+        "autocast": torch_dtype(args),
+        "optim": getattr(args.optim, "value", args.optim),
+        "peft_config": get_peft_config(model_args),
+        "weight_bits": 4 if model_args.load_in_4bit else 8 if model_args.load_in_8bit else None,
+        "checkpointing": bool(args.gradient_checkpointing),
+        "device": args.device.type,
+        "reference": reference if named or not model_args.use_peft else None,
+    }
+    if method.rows == "prompts":
+        return estimate_rollouts(config, sizes_of(args), **common)
+    size = {"batch_size": rows_per_batch(method, args), "length": args.max_length}
+    return estimate(config, **size, **common, cached_tokens=what.cached_tokens, task=method.task)
+
+
+def refuse_what_has_no_size(what: EstimateArguments, method: Method, args: Any) -> None:
+    """Raises ValueError where rows have no longest length, and for methods that keep more than is counted."""
+    if method.rows != "prompts":
+        if args.max_length is None:
+            raise ValueError("max_length is None, so rows have no longest length to estimate with; set --max_length.")
+        return
+    if ReferenceModelArguments in method.own:
+        raise ValueError(
+            "of methods on rollouts only the memory of grpo and rloo can be estimated; try a run with --max_steps 2."
+        )
+    if what.cached_tokens:
+        raise ValueError(
+            f"cached_tokens={what.cached_tokens} would have no effect: what is generated at a time follows from the "
+            "run's own options."
+        )
+    if args.max_prompt_length is None:
+        raise ValueError(
+            "max_prompt_length is None, so prompts have no longest length to estimate with; set --max_prompt_length."
+        )
+
+
+def sizes_of(args: Any) -> Any:
+    """What one device of a run on rollouts writes and trains at a time."""
+    from strop.runs.estimate import RolloutSizes
+
+    return RolloutSizes(
+        rows=args.per_device_train_batch_size * args.steps_per_generation,
+        batch_size=args.per_device_train_batch_size,
+        group=args.num_generations,
+        prompt=args.max_prompt_length,
+        completion=args.max_completion_length,
+        shares_prompts=args.layout != "padded",
     )
 
 
 def keeps_copy(what: EstimateArguments, method: Method, args: Any) -> bool:
     """Whether a frozen copy of the model stands beside it."""
+    if method.rows == "prompts":
+        return what.reference or bool(args.beta)
     has_reference = ReferenceModelArguments in method.own and not getattr(args, "precompute_ref_log_probs", False)
     return what.reference or has_reference
 
@@ -119,7 +153,13 @@ def torch_dtype(args: Any) -> Any:
 
 def describe(found: Any, method: Method, model_args: Any, args: Any) -> str:
     """The table, under a line that says of what."""
-    rows = f"{rows_per_batch(method, args)} rows of {args.max_length} tokens"
+    rows = f"{rows_per_batch(method, args)} rows of {getattr(args, 'max_length', None)} tokens"
+    if method.rows == "prompts":
+        sizes = sizes_of(args)
+        rows = (
+            f"{sizes.batch_size} of {sizes.rows} completions of {sizes.completion} tokens, {sizes.group} to a prompt "
+            f"of {sizes.prompt}"
+        )
     adapter = "a LoRA adapter on" if model_args.use_peft else "all weights of"
     return (
         f"training {adapter} {model_args.model_name_or_path} on {rows}, one device ({args.device.type}):\n\n{found}\n\n"

@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ from strop.compat import suggestion
 from strop.models.adapters import base_model, with_task, wrap
 from strop.models.forward import refuse_beyond_positions
 from strop.models.head import tiling
+from strop.rollout.generator import CPU_MAX_ROWS, DEFAULT_MAX_ROWS
+from strop.rollout.generator_stream import PREFILL_TOKENS
+from strop.rollout.sampling import padded_size
 
 SHAPES_ONLY = "strop_shapes"
 """Name under which transformers knows the attention that only has shapes."""
@@ -73,6 +76,28 @@ class Estimate:
         return "\n".join([*lines, f"{'total':<12} {readable(self.total):>10}"])
 
 
+@dataclass(frozen=True)
+class RolloutEstimate:
+    """Bytes on one device of a run that trains what it writes, at the peaks of both halves of a step."""
+
+    generation: Estimate
+    training: Estimate
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """Half -> part -> bytes."""
+        halves = {"generation": self.generation, "training": self.training}
+        return {name: half.parts | {"total": half.total} for name, half in halves.items()}
+
+    @property
+    def total(self) -> int:
+        """Of the half that takes more; the other's own parts are free by then."""
+        return max(self.generation.total, self.training.total)
+
+    def __str__(self) -> str:
+        return f"while it generates:\n{self.generation}\n\nwhile it trains:\n{self.training}"
+
+
 def estimate(
     config: PreTrainedConfig,
     *,
@@ -88,8 +113,9 @@ def estimate(
     reference: PreTrainedConfig | None = None,
     cached_tokens: int = 0,
     task: str = "CAUSAL_LM",
+    trained_tokens: int | None = None,
 ) -> Estimate:
-    """The memory of training on `batch_size` rows of `length` tokens, every one of them trained.
+    """The memory of training on `batch_size` rows of `length` tokens, `trained_tokens` of them if not all.
 
     `dtype` is that of the weights, `autocast` that of computation if another. `weight_bits` (4 or 8) is the storage of
     a quantised base's linear layers. `reference` is a frozen model beside it. `cached_tokens` are tokens in the
@@ -107,9 +133,64 @@ def estimate(
         reference=weight_bytes(shapes_of(reference, dtype, None), weight_bits) if reference else 0,
         activations=traced_activations(config, autocast or dtype, peft_config, batch_size, length, checkpointing, task)
         + (cast_bytes(model, autocast) if autocast not in (None, dtype) else 0),
-        logits=logit_bytes(config, batch_size * length, autocast or dtype, device) if task == "CAUSAL_LM" else 0,
+        logits=logit_bytes(config, trained_tokens or batch_size * length, autocast or dtype, device)
+        if task == "CAUSAL_LM"
+        else 0,
         kv_cache=cached_tokens * kv_bytes(config, autocast or dtype) if cached_tokens else 0,
     )
+
+
+@dataclass(frozen=True)
+class RolloutSizes:
+    """What one device writes and trains at a time."""
+
+    rows: int
+    """Completions of a block."""
+    batch_size: int
+    """Completions of a micro-batch."""
+    group: int
+    """Completions of a prompt."""
+    prompt: int
+    """Tokens of the longest prompt."""
+    completion: int
+    """Tokens of the longest completion."""
+    shares_prompts: bool = True
+    """A micro-batch holds a group's prompt once, as packed ones do."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        prompts = math.ceil(self.batch_size / self.group) if self.shares_prompts else self.batch_size
+        return prompts * self.prompt + self.batch_size * self.completion
+
+
+def estimate_rollouts(config: PreTrainedConfig, sizes: RolloutSizes, **options: Any) -> RolloutEstimate:
+    """The memory of training on completions that the model writes itself, all of them as long as they may be;
+    `options` are those of `estimate`. Raises ValueError for what it does, and for conversations that the model can't
+    read."""
+    dtype = options.get("dtype", torch.float32)
+    model = shapes_of(config, dtype, None)
+    refuse_beyond_positions(model, sizes.prompt + sizes.completion, "estimate")
+    training = estimate(
+        config,
+        batch_size=sizes.batch_size,
+        length=math.ceil(sizes.tokens / sizes.batch_size),
+        trained_tokens=sizes.batch_size * sizes.completion,
+        **options,
+    )
+    most = CPU_MAX_ROWS if options.get("device", "cpu") == "cpu" else DEFAULT_MAX_ROWS
+    rows = min(sizes.rows, most)
+    prompts = math.ceil(rows / sizes.group)
+    read = min(prompts * sizes.prompt, max(PREFILL_TOKENS, sizes.prompt))
+    computed = options.get("autocast") or dtype
+    generation = replace(
+        training,
+        gradients=0,
+        activations=max(layer_bytes(config, computed, read)),  # at most: without gradients a layer frees as it goes
+        logits=2 * rows * padded_size(config.get_text_config().vocab_size) * 4,  # those entering are put beside others
+        kv_cache=(prompts * sizes.prompt + rows * sizes.completion) * kv_bytes(config, computed),
+    )
+    return RolloutEstimate(generation, training)
 
 
 def shapes_of(config: PreTrainedConfig, dtype: torch.dtype, peft_config: Any, task: str = "CAUSAL_LM") -> nn.Module:
@@ -197,14 +278,22 @@ def traced_activations(
     checkpointing: bool,
     task: str = "CAUSAL_LM",
 ) -> int:
-    """`activation_bytes` of the model computing in `dtype`.
-
-    The grouped products of a mixture of experts have shapes in bfloat16 only, so theirs are scaled from that.
-    """
-    has_experts = hasattr(config.get_text_config(), "output_router_logits")
-    traced = torch.bfloat16 if has_experts else dtype
+    """`activation_bytes` of the model computing in `dtype`."""
+    traced = traced_dtype(config, dtype)
     model = shapes_of(config, traced, peft_config, task)
     return activation_bytes(model, batch_size, length, checkpointing) * dtype.itemsize // traced.itemsize
+
+
+def traced_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> torch.dtype:
+    """The grouped products of a mixture of experts have shapes in bfloat16 only, from which theirs are scaled."""
+    return torch.bfloat16 if hasattr(config.get_text_config(), "output_router_logits") else dtype
+
+
+def layer_bytes(config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int) -> list[int]:
+    """What each layer keeps for the backward pass on so many tokens, computing in `dtype`."""
+    traced = traced_dtype(config, dtype)
+    kept = kept_by_layer(shapes_of(config, traced, None), 1, num_tokens)
+    return [size * dtype.itemsize // traced.itemsize for layer, size in kept.items() if layer is not None] or [0]
 
 
 def activation_bytes(model: nn.Module, batch_size: int, length: int, checkpointing: bool) -> int:

@@ -46,10 +46,34 @@ def test_no_reward_lists_the_choices(here, capsys, tiny_folder):
     assert "there is no reward 'acuracy'. Did you mean 'accuracy'?" in printed
 
 
-def test_estimates_of_rollouts_are_refused(here, capsys, tiny_folder):
-    code, printed = strop(f"estimate grpo --model {tiny_folder} --data prompts.jsonl --reward_funcs accuracy", capsys)
+@pytest.mark.parametrize("command", ["grpo", "rloo"])
+def test_memory_is_estimated_for_both_halves_of_a_step(command, here, capsys, tiny_folder, tiny_llama):
+    line = f"estimate {command} --model {tiny_folder} --use_cpu --num_generations 4 --max_completion_length 20"
+    line += " --steps_per_generation 2"
+    code, printed = strop(line, capsys)
     assert code == 2
-    assert "rollouts" in printed
+    assert "set --max_prompt_length" in printed
+    line += " --max_prompt_length 10"
+    assert main(shlex.split(f"{line} --json --beta 0.1")) == 0
+    found = json.loads(capsys.readouterr().out)
+    writes, trains = found["generation"], found["training"]
+    size = 4 * sum(p.numel() for p in tiny_llama.parameters())
+    assert (trains["weights"], trains["gradients"], trains["reference"], trains["optimizer"]) == (size,) * 3 + (
+        2 * size,
+    )
+    assert (writes["weights"], writes["gradients"], writes["reference"]) == (size, 0, size)
+    text = tiny_llama.config.get_text_config()
+    a_token = 2 * 4 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
+    assert (writes["kv_cache"], trains["kv_cache"]) == ((16 * 20 + 4 * 10) * a_token, 0), "16 completions, 4 prompts"
+    assert found["total"] == max(writes["total"], trains["total"])
+    assert main(shlex.split(f"{line} --json --beta 0")) == 0
+    assert json.loads(capsys.readouterr().out)["training"]["reference"] == 0
+    code, printed = strop(line, capsys)
+    assert "on 8 of 16 completions of 20 tokens, 4 to a prompt of 10" in printed
+    assert "while it generates:" in printed
+    code, printed = strop(f"{line} --cached_tokens 3", capsys)
+    assert code == 2
+    assert "cached_tokens=3 would have no effect" in printed
 
 
 @pytest.mark.parametrize("command", ["grpo", "rloo"])

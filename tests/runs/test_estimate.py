@@ -1,9 +1,11 @@
 """Estimates against real tensors: those that exist after a step, and those that a forward pass keeps."""
 
+import gc
 import json
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch.optim import SGD, AdamW
 from transformers import (
@@ -18,10 +20,14 @@ from transformers import (
 from transformers.optimization import Adafactor
 
 from strop.cli.estimate import main
+from strop.rollout.generator import InProcessGenerator
+from strop.rollout.types import Sampling
 from strop.runs.estimate import (
+    RolloutSizes,
     activation_bytes,
     blockwise,
     estimate,
+    estimate_rollouts,
     kept_by_layer,
     kv_bytes,
     logit_bytes,
@@ -29,6 +35,7 @@ from strop.runs.estimate import (
     readable,
     shapes_of,
 )
+from strop.trainer.grpo import GRPOConfig, GRPOTrainer
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 TINY = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -152,6 +159,50 @@ def test_logits_are_tiled():
 def test_a_cached_token_is_a_key_and_a_value_of_each_layer_and_head():
     assert kv_bytes(LLAMA, torch.bfloat16) == 2 * 2 * 2 * 8 * 2  # key and value, layers, heads, head size, bytes
     assert estimate(LLAMA, batch_size=1, length=8, cached_tokens=10).kv_cache == 10 * 2 * 2 * 2 * 8 * 4
+
+
+MINI = LlamaConfig(
+    vocab_size=4096, hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=6,
+    num_key_value_heads=2, head_dim=16, pad_token_id=0, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def peak_of(work):
+    """Bytes allocated at most beyond those at the start."""
+    gc.collect()  # what other tests leave must not be freed meanwhile
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    live = most = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        live += event.nbytes() if event.name() == "[memory]" else 0
+        most = max(most, live)
+    return most
+
+
+@pytest.mark.parametrize("sizes", [RolloutSizes(16, 4, 4, 48, 24), RolloutSizes(12, 4, 2, 200, 12)], ids=str)
+def test_what_generation_takes_is_at_most_what_was_estimated_and_two_fifths_at_least(sizes):
+    generator = InProcessGenerator(LlamaForCausalLM(MINI))
+    generator._checked = True  # which is done once, before there are states of an optimizer
+    prompts = [[7 + i // sizes.group] * sizes.prompt for i in range(sizes.rows)]
+    real = peak_of(lambda: generator.generate(prompts, Sampling(max_tokens=sizes.completion)))
+    found = estimate_rollouts(MINI, sizes).generation
+    assert real <= found.activations + found.logits + found.kv_cache <= 2.5 * real
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_whole_step_of_grpo_takes_what_was_estimated(beta, bpe_tokenizer, tmp_path):
+    sizes = RolloutSizes(16, 8, 4, 8, 16)
+    args = GRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, disable_tqdm=True, save_strategy="no", max_steps=2, beta=beta,
+        per_device_train_batch_size=8, gradient_accumulation_steps=2, num_generations=4, max_completion_length=16,
+    )  # fmt: skip
+    rows = Dataset.from_list([{"prompt": "What is hot?"}] * 8)
+    model = LlamaForCausalLM(MINI)
+    rewards = [lambda completions, **_: list(range(len(completions)))]
+    trainer = GRPOTrainer(model, rewards, args, rows, processing_class=bpe_tokenizer)
+    found = estimate_rollouts(MINI, sizes, reference=MINI if beta else None)
+    models = found.training.weights + found.training.reference
+    assert models + peak_of(trainer.train) == pytest.approx(found.total, rel=0.2)
 
 
 def test_8_bit_states_have_scales_and_leave_small_parameters_alone():
