@@ -262,3 +262,10 @@ def test_rows_without_prompts_and_models_without_tokenizers_are_refused(tiny_lla
         evaluate(tiny_llama, [{"prompt": "What?"}], length)
     with pytest.raises(ValueError, match="nothing to evaluate on"):
         evaluate(tiny_llama, [], tokenizer=bpe_tokenizer)
+
+
+def test_losses_of_other_tokens_are_not_compared(tiny_llama, bpe_tokenizer, word_tokenizer, prompt_completion_rows):
+    both = {"baseline": tiny_llama, "tokenizer": bpe_tokenizer, "baseline_tokenizer": word_tokenizer}
+    found = evaluate(tiny_llama, prompt_completion_rows, "loss", **both)
+    assert found["loss"].difference is None
+    assert "the tokenizers cut the rows into other tokens" in found.notes[0]
