@@ -23,6 +23,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from strop.models.adapters import is_peft
 from strop.models.forward import base_model, forward, stand_in, state_indices
 from strop.models.logps import PROBE, TokenScores, logps, output_embedding
+from strop.models.quantize import is_quantized
 from strop.models.scores import checked_head, classification_head, token_outputs
 
 HEAD, MODEL = "value_head", "value_model"
@@ -42,6 +43,11 @@ def add_value_head(model: nn.Module) -> None:
 def add_value_model(model: nn.Module, critic: nn.Module) -> None:
     """Give `model` a value function with a trunk of its own. Raises ValueError if its head has not one output."""
     checked_head(critic, num_labels=1)
+    if is_quantized(base_model(critic)):
+        raise ValueError(
+            "the value model is quantised, so its weights can't be trained. Pass a value_model that isn't, or take "
+            'value_function="shared"'
+        )
     if is_peft(critic):
         critic = critic.merge_and_unload()  # type: ignore[operator]
     base = base_model(model)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from strop.losses.penalties import KL_ESTIMATORS, EntropyController, kl_penalty
+from strop.losses.penalties import KL_ESTIMATORS, EntropyController, KLController, kl_penalty
 
 ONE = torch.ones(1, 1)
 
@@ -99,3 +99,13 @@ def test_the_controller_holds_entropy_up():
     high = low.after(0.3)
     assert (round(high.coef, 9), high.weight) == (0.5, 0.0)
     assert high.after(9.0).after(9.0).coef == 0.0
+
+
+def test_the_controller_steers_the_divergence():
+    #  e = clip(kl / target - 1, -0.2, 0.2), coef (1 + e n / horizon)
+    first = KLController(coef=0.1, target=6.0, horizon=1000)
+    assert first.after(6.6, 100).coef == pytest.approx(0.1 * 1.01)
+    assert first.after(60.0, 100).coef == pytest.approx(0.1 * 1.02)
+    assert first.after(-1.0, 100).coef == pytest.approx(0.1 * 0.98)
+    assert first.after(6.0, 100).coef == pytest.approx(0.1)
+    assert KLController(coef=0.1).after(60.0, 100).coef == 0.1

@@ -62,7 +62,8 @@ def test_the_value_of_the_state_before_each_token(model):
         own = torch.tensor(one.completion_mask[one.prompt_length :]).bool()
         before = every[one.prompt_length - 1 : -1]
         torch.testing.assert_close(row[: len(own)][own], before[own])
-        assert (row[len(own) :] == 0).all() and (row[: len(own)][~own] == 0).all()
+        assert (row[len(own) :] == 0).all()
+        assert (row[: len(own)][~own] == 0).all()
 
 
 def test_packed_is_padded_and_alone(model):
@@ -80,7 +81,8 @@ def test_log_probabilities_are_as_without(model):
     scores, found = logps_and_values(model, batch, temperature=0.7, entropy=True)
     with without_critic(model):
         alone = logps(model, batch, temperature=0.7, entropy=True)
-    assert torch.equal(scores.logps, alone.logps) and torch.equal(scores.entropy, alone.entropy)
+    assert torch.equal(scores.logps, alone.logps)
+    assert torch.equal(scores.entropy, alone.entropy)
     torch.testing.assert_close(values(model, batch), found)
 
 
@@ -115,7 +117,8 @@ def test_the_policy_alone_is_what_it_was(model, tmp_path):
         model.save_pretrained(tmp_path)
     assert critic_of(model) == (name, critic)
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
 
 
 def test_saved_and_loaded(model, tmp_path):
@@ -127,7 +130,7 @@ def test_saved_and_loaded(model, tmp_path):
     assert not torch.equal(values(model, batch), before)
     load_critic(model, tmp_path)
     assert torch.equal(values(model, batch), before)
-    with pytest.raises(ValueError, match="there is no .*value_.* so the value function can't go on"):
+    with pytest.raises(ValueError, match=r"there is no .*value_.* so the value function can't go on"):
         load_critic(model, tmp_path / "elsewhere")
 
 
@@ -139,7 +142,8 @@ def test_a_trunk_of_its_own_is_a_copy_without_adapters(tiny_llama):
     assert not any("lora" in name for name, _ in critic.named_parameters())
     for name, weight in plain.model.named_parameters():
         own = critic.model.get_parameter(name)
-        assert torch.equal(own, weight) and own.data_ptr() != weight.data_ptr()
+        assert torch.equal(own, weight)
+        assert own.data_ptr() != weight.data_ptr()
     add_value_model(adapted, critic)
     assert all(parameter.requires_grad for parameter in critic.parameters())
     assert (values(adapted, batch) == 0).all()
@@ -159,5 +163,6 @@ def test_models_without_one_number_are_refused(tiny_llama):
 def test_in_16_bit_values_are_float32(tiny_llama):
     model = with_critic(tiny_llama.to(torch.bfloat16), "shared")
     found = logps_and_values(model, batch_of(ROWS))[1]
-    assert found.dtype is torch.float32 and found.any()
+    assert found.dtype is torch.float32
+    assert found.any()
     assert forward(model, batch_of(ROWS)).logits.dtype is torch.bfloat16

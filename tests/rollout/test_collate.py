@@ -31,6 +31,15 @@ def test_streams_stand_at_their_tokens():
     assert "ref_logps" not in batch
 
 
+def test_an_advantage_a_token_takes_the_place_of_one_a_row():
+    streams = {"advantages": [0.5, -0.5], "returns": [1.0, 2.0], "old_values": [3.0, 4.0]}
+    short = {name: numbers[:1] for name, numbers in streams.items()}
+    batch = RolloutCollator(0)([experience([8, 9], **streams), experience([10], **short)])
+    assert batch["advantages"].tolist() == [[0.5, -0.5], [0.5, 0.0]]
+    assert batch["returns"].tolist() == [[1.0, 2.0], [1.0, 0.0]]
+    assert batch["old_values"].tolist() == [[3.0, 4.0], [3.0, 0.0]]
+
+
 def test_tokens_of_tools_are_context():
     batch = RolloutCollator(0)([experience([8, 9, 10], [1, 0, 1])])
     assert batch["completion_mask"].tolist() == [[1, 0, 1]]

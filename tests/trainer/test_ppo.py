@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from strop.losses.reduce import StepCounts
+from strop.models.logps import logps
 from strop.models.values import critic_of, values, without_critic
 from strop.rollout.types import Rollout
 from strop.trainer.ppo import PPOConfig, PPOTrainer
@@ -154,14 +155,17 @@ def test_what_can_not_be_judged_trains_nothing(make):
     trainer = make(rewards=sometimes, max_steps=1)
     trainer._make_block()
     masks = [sum(one.completion_mask) for one in trainer.buffer.experiences]
-    assert masks[0] and masks[2] and not masks[1] and not masks[3]
+    assert masks[0]
+    assert masks[2]
+    assert not masks[1]
+    assert not masks[3]
     assert all(map(math.isfinite, trainer.buffer.experiences[1].advantages))
 
 
 # What is trained
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[:2])
 def test_a_step_is_one_however_it_is_cut(make, kind):
     """4 x 1 = 1 x 4, packed = padded, of policy and values; and in two mini-batches as well."""
 
@@ -170,19 +174,18 @@ def test_a_step_is_one_however_it_is_cut(make, kind):
         trainer.train()
         return Run(trainer)
 
-    for common in ({"num_ppo_epochs": 2}, {"num_ppo_epochs": 2, "num_mini_batches": 2, "max_steps": 4}):
-        whole = weights(**common)
-        for cut in (
-            {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
-            {"layout": "padded"},
-            {"local_rollout_forward_batch_size": 3},
-        ):
-            other = weights(**common | cut)
-            for name, weight in whole.weights.items():
-                torch.testing.assert_close(other.weights[name], weight, rtol=1e-5, atol=1e-6)
-            for one, two in zip(whole.logs, other.logs, strict=True):
-                untimed = lambda log: {k: v for k, v in log.items() if k not in ("eps", "step_time")}  # noqa: E731
-                assert untimed(one) == pytest.approx(untimed(two), rel=1e-4, abs=1e-5)
+    common = {"num_ppo_epochs": 2, "num_mini_batches": 2, "max_steps": 3}
+    whole = weights(**common)
+    for cut in (
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+        {"layout": "padded", "local_rollout_forward_batch_size": 3},
+    ):
+        other = weights(**common | cut)
+        for name, weight in whole.weights.items():
+            torch.testing.assert_close(other.weights[name], weight, rtol=1e-5, atol=1e-6)
+        for one, two in zip(whole.logs, other.logs, strict=True):
+            untimed = lambda log: {k: v for k, v in log.items() if k not in ("eps", "step_time")}  # noqa: E731
+            assert untimed(one) == pytest.approx(untimed(two), rel=1e-4, abs=1e-5)
 
 
 def test_a_block_has_one_gradient(make):
@@ -258,14 +261,13 @@ def test_an_adapter_is_trained_against_itself_switched_off(make, tiny_llama):
     trainer = make(more={"peft_config": config}, max_steps=4, num_ppo_epochs=2, learning_rate=0.5)
     trainer.train()
     trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
-    assert any("lora_B" in name for name in trained) and any("value_head" in name for name in trained)
+    assert any("lora_B" in name for name in trained)
+    assert any("value_head" in name for name in trained)
     assert all("lora_" in name or "value_head" in name for name in trained)
     assert critic_of(trainer.model)[1].weight.any()
     batch = trainer.ready_batch_of(trainer.buffer.experiences)
     own = copy.deepcopy(tiny_llama).eval()
     own.set_attn_implementation(trainer.model.config._attn_implementation)
-    from strop.models.logps import logps
-
     expected = logps(own, batch, temperature=batch["temperature"]).logps
     torch.testing.assert_close(trainer.reference.logps(batch), expected, rtol=1e-5, atol=1e-5)
 
@@ -294,19 +296,25 @@ def test_no_metric_is_impossible(make):
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert len(logs) == 9
     for log in logs:
-        assert log["policy/entropy_avg"] >= 0 and log["policy/approxkl_avg"] >= 0 and log["val/ratio_var"] >= 0
+        assert log["policy/entropy_avg"] >= 0
+        assert log["policy/approxkl_avg"] >= 0
+        assert log["val/ratio_var"] >= 0
         for name in ("policy/clipfrac_avg", "val/clipfrac_avg"):
             assert 0 <= log[name] <= 1
-        assert log["episode"] in (4, 8, 12) and log["lr"] == 2.0 and log["eps"] > 0
+        assert log["episode"] in (4, 8, 12)
+        assert log["lr"] == 2.0
+        assert log["eps"] > 0
     blocks = [log for log in logs if "objective/kl" in log]
     assert len(blocks) == 3
     for log in blocks:
-        assert log["objective/kl"] >= 0 and log["objective/entropy"] >= 0
+        assert log["objective/kl"] >= 0
+        assert log["objective/entropy"] >= 0
         assert log["objective/rlhf_reward"] == pytest.approx(
             log["objective/scores"] + log["objective/non_score_reward"]
         )
         assert log["objective/non_score_reward"] == pytest.approx(-0.05 * log["objective/kl"], rel=1e-4, abs=1e-6)
-        assert 0 <= log["val/num_eos_tokens"] <= 4 and log["val/explained_variance"] <= 1
+        assert 0 <= log["val/num_eos_tokens"] <= 4
+        assert log["val/explained_variance"] <= 1
         assert "frac_reward_zero_std" not in log
     assert logs[0]["val/ratio"] == pytest.approx(1, abs=1e-5)
     assert max(log["policy/clipfrac_avg"] for log in logs) > 0
@@ -317,9 +325,8 @@ def test_an_evaluation_generates_and_trains_nothing(make, prompts):
     before = copy.deepcopy(trainer.model.state_dict())
     found = trainer.evaluate()
     assert found["eval_objective/scores"] == pytest.approx(found["eval_reward"])
-    assert found["eval_val/ratio"] == pytest.approx(1, abs=1e-5) and found["eval_objective/kl"] == pytest.approx(
-        0, abs=1e-4
-    )
+    assert found["eval_val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert found["eval_objective/kl"] == pytest.approx(0, abs=1e-4)
     assert found == {**trainer.evaluate(), **{k: v for k, v in found.items() if "time" in k or "second" in k}}
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
     assert trainer.controller.coef == 0.05
@@ -338,7 +345,8 @@ def test_the_july_call_by_position(tiny_llama, bpe_tokenizer, tmp_path):
     reward, value = reward_model(tiny_llama), reward_model(tiny_llama)
     reference = copy.deepcopy(tiny_llama)
     trainer = PPOTrainer(args, bpe_tokenizer, tiny_llama, reference, reward, rows, value)
-    assert trainer.reference.model is reference and critic_of(trainer.model)[1] is value
+    assert trainer.reference.model is reference
+    assert critic_of(trainer.model)[1] is value
     assert trainer.reward_names == ["LlamaForSequenceClassification"]
     trainer.train()
     assert not any(p.requires_grad for p in reward.parameters())
@@ -351,7 +359,8 @@ def test_which_value_function(make, tiny_llama):
     reward = reward_model(tiny_llama)
     with_model = make(more={"reward_model": reward})
     name, critic = critic_of(with_model.model)
-    assert name == "value_model" and critic is not reward
+    assert name == "value_model"
+    assert critic is not reward
     assert torch.equal(critic.score.weight, reward.score.weight)
     assert critic_of(make(more={"reward_model": reward}, value_function="shared").model)[0] == "value_head"
     same = make(more={"reward_model": reward, "value_model": reward})
@@ -438,7 +447,8 @@ def test_the_saved_policy_is_a_plain_model(make, kind, tmp_path):
     expected = values(trainer.model, batch)
     for folder in (tmp_path, tmp_path / "checkpoint-2"):
         model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-        assert not report["missing_keys"] and not report["unexpected_keys"]
+        assert not report["missing_keys"]
+        assert not report["unexpected_keys"]
         with without_critic(trainer.model):
             for name, weight in trainer.model.state_dict().items():
                 assert torch.equal(weight, model.state_dict()[name]), name
@@ -450,4 +460,5 @@ def test_the_saved_policy_is_a_plain_model(make, kind, tmp_path):
 def test_only_the_completions_of_a_scripted_generator(make):
     trainer = make(max_steps=8, num_ppo_epochs=2)
     trainer.train()
-    assert isinstance(trainer.generator, Scripted) and trainer.generator.numbers == list(range(16))
+    assert isinstance(trainer.generator, Scripted)
+    assert trainer.generator.numbers == list(range(16))

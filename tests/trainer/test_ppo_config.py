@@ -63,7 +63,8 @@ def test_a_batch_of_rollouts_is_cut_into_mini_batches(size, accumulation, parts,
     assert sizes(config) == expected
     assert config.plan(1).completions_per_block == size * accumulation
     again = dataclasses.replace(config)
-    assert sizes(again) == expected and again.generation_batch_size == size * accumulation
+    assert sizes(again) == expected
+    assert again.generation_batch_size == size * accumulation
 
 
 def test_total_episodes_are_rounded_up_to_whole_batches():
