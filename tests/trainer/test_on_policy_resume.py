@@ -13,8 +13,11 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from strop.trainer.grpo import GRPOTrainer
+from strop.trainer.nash_md import NashMDTrainer
+from strop.trainer.online_dpo import OnlineDPOTrainer
 from strop.trainer.ppo import PPOTrainer
 from strop.trainer.rloo import RLOOTrainer
+from strop.trainer.xpo import XPOTrainer
 
 STEPS = 7
 KINDS = {
@@ -38,6 +41,15 @@ KINDS = {
     ),
     "values beside an adapter": (PPOTrainer, {"num_ppo_epochs": 3, "optim": "adamw_torch"}),
     "dynamic": (GRPOTrainer, {"dynamic_sampling_rounds": 2, "steps_per_generation": 2}),
+    "pairs, beta by epochs": (
+        OnlineDPOTrainer,
+        {"beta": [0.1, 0.3, 0.5], "per_device_train_batch_size": 2, "steps_per_generation": 2},
+    ),
+    "pairs with the reference": (XPOTrainer, {"steps_per_generation": 2, "num_iterations": 2, "alpha": 1e-3}),
+    "pairs with a moving mixture": (
+        NashMDTrainer,
+        {"mixture_coef": [0.25, 0.75], "sync_ref_model": True, "ref_model_sync_steps": 2, "steps_per_generation": 3},
+    ),
 }
 
 
