@@ -1,9 +1,11 @@
-"""`strop grpo` and `strop rloo`: rewards by name, and what is missing is said."""
+"""`strop grpo`, `strop rloo` and `strop ppo`: rewards by name, and what is missing is said."""
 
+import copy
 import json
 import shlex
 
 import pytest
+from transformers import AutoModelForSequenceClassification
 
 from strop.cli.main import main
 
@@ -26,7 +28,7 @@ def strop(line, capsys):
     return code, printed.out + printed.err
 
 
-@pytest.mark.parametrize("command", ["grpo", "rloo"])
+@pytest.mark.parametrize("command", ["grpo", "rloo", "ppo"])
 def test_rewards_by_name(command, here, capsys, tiny_folder):
     line = f"{command} --model {tiny_folder} --data prompts.jsonl --output_dir out {QUIET}"
     code, printed = strop(f"{line} --reward_funcs my_rollout_rewards.short think_format --reward_weights 1 0.5", capsys)
@@ -35,6 +37,21 @@ def test_rewards_by_name(command, here, capsys, tiny_folder):
     lines = [json.loads(text) for text in file.read_text().splitlines()]
     assert len(lines) == 8
     assert all(row["short"] == -len(row["completion"]) and row["think_format_reward"] == 0 for row in lines)
+
+
+def test_a_reward_model_of_ppo(here, capsys, tiny_folder, tiny_llama, bpe_tokenizer):
+    config = copy.deepcopy(tiny_llama.config)
+    config.num_labels = 1
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(here / "reward")
+    bpe_tokenizer.save_pretrained(here / "reward")
+    line = f"ppo --model_name_or_path {tiny_folder} --dataset_name prompts.jsonl --output_dir out --use_cpu"
+    line += " --reward_model_path reward --total_episodes 8 --num_ppo_epochs 2 --response_length 4 --kl_coef 0.1"
+    code, printed = strop(f"{line} --per_device_train_batch_size 4 --num_mini_batches 2", capsys)
+    assert code == 0, printed
+    assert AutoModelForSequenceClassification.from_pretrained(here / "out" / "value_model").config.num_labels == 1
+    rows = [json.loads(text) for file in (here / "out" / "rollouts").iterdir() for text in file.open()]
+    assert len(rows) == 8
+    assert all(isinstance(row["reward"], float) for row in rows)
 
 
 def test_no_reward_lists_the_choices(here, capsys, tiny_folder):
@@ -76,7 +93,7 @@ def test_memory_is_estimated_for_both_halves_of_a_step(command, here, capsys, ti
     assert "cached_tokens=3 would have no effect" in printed
 
 
-@pytest.mark.parametrize("command", ["grpo", "rloo"])
+@pytest.mark.parametrize("command", ["grpo", "rloo", "ppo"])
 def test_prompts_are_shown_as_the_model_reads_them(command, here, capsys, tiny_folder, bpe_tokenizer):
     line = f"inspect {command} --model {tiny_folder} --data prompts.jsonl --json --max_prompt_length 4"
     assert main(shlex.split(line)) == 0
