@@ -69,4 +69,12 @@ class Loop:
         threading.Thread(target=self.loop.run_forever, daemon=True, name="strop-rewards-loop").start()
 
     def submit(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        return asyncio.run_coroutine_threadsafe(without_exit(coroutine), self.loop)
+
+
+async def without_exit(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """A SystemExit would end the loop, and leave all who wait for it waiting."""
+    try:
+        return await coroutine
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}") from error

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.rewards.function import GIVEN, HIDDEN, RewardFunction, unique
-from strop.rewards.limits import Loop, Threads, within
+from strop.rewards.limits import Loop, Threads, within, without_exit
 from strop.rewards.resolve import resolve_reward
 from strop.rewards.texts import Words
 
@@ -286,7 +286,7 @@ class Call:
 
     async def awaited(self, rows: Rows) -> Any:
         try:
-            return await self.function.function(**self.arguments(rows))
+            return await without_exit(self.function.function(**self.arguments(rows)))
         except asyncio.CancelledError as error:
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
@@ -342,7 +342,8 @@ class Call:
         """`culprit` of an asynchronous function, which is asked about all rows at once."""
 
         async def ask(row: int) -> None:
-            await asyncio.wait_for(self.function.function(**self.arguments(self.rows.one(row))), SEARCH_SECONDS)
+            asked = self.function.function(**self.arguments(self.rows.one(row)))
+            await asyncio.wait_for(without_exit(asked), SEARCH_SECONDS)
 
         found = await asyncio.gather(*map(ask, self.rows.numbers), return_exceptions=True)
         failed = zip(self.rows.numbers, found, strict=True)

@@ -194,8 +194,9 @@ class ToolEpisodes:
     """Conversations of the model with tools, and with an environment each if there are any.
 
     The model may call several tools in a turn, at most `max_turns` times in a conversation (None: as often as it
-    likes). `sampling.max_tokens` bounds all that comes after the prompt, `context_size` all with it: results that leave
-    the model no room are taken back, and the conversation ends there as one cut short.
+    likes), each call within `timeout` seconds. `sampling.max_tokens` bounds all that comes after the prompt,
+    `context_size` all with it: results that leave the model no room are taken back, and the conversation ends there as
+    one cut short.
 
     Raises ValueError for functions that are no tools, for two of one name, and for chat templates with which a
     conversation can't go on as it was written.
@@ -212,6 +213,7 @@ class ToolEpisodes:
         *,
         max_turns: int | None = None,
         context_size: int | None = None,
+        timeout: float | None = None,
     ):
         if max_turns is not None and max_turns < 0:
             raise ValueError(f"max_tool_calling_iterations={max_turns} must be 0 or more, or None for no limit")
@@ -219,7 +221,7 @@ class ToolEpisodes:
         self.tools = [Tool(function) for function in tools]
         self.environments = environments
         self.max_turns, self.context_size = max_turns, context_size
-        self.runner = ToolRunner()
+        self.runner = ToolRunner(timeout)
         self.own_rewards = environments.own_rewards if environments is not None else ()
         self.seam: Seam | None = None
         """None where no conversation has tools."""

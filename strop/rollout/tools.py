@@ -1,10 +1,11 @@
 """Python functions as a model's tools: what it is told of them, and what its calls come to."""
 
+import asyncio
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from transformers.utils import get_json_schema
 from strop.compat import suggestion
 from strop.data.formats import Message
 from strop.rewards.function import name_of
-from strop.rewards.limits import Loop
+from strop.rewards.limits import Loop, within
 from strop.rollout.parsing import ToolCall
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ TYPES: dict[str, Callable[[Any], bool]] = {
     "null": lambda x: x is None,
 }
 """What a JSON schema means by a type."""
+GRACE = 1.0
+"""Seconds that a coroutine may take longer than its time before its event loop counts as blocked."""
 
 
 class ToolResult(NamedTuple):
@@ -149,9 +152,16 @@ class Toolbox:
 
 
 class ToolRunner:
-    """Makes calls, those of many conversations at once."""
+    """Makes calls, those of many conversations at once.
 
-    def __init__(self) -> None:
+    `timeout` bounds each in seconds. Plain functions run in threads of their own then; what hangs outside Python is
+    left behind there. An event loop that is blocked is left behind as well, and later calls have another.
+    """
+
+    def __init__(self, timeout: float | None = None) -> None:
+        if timeout is not None and timeout <= 0:
+            raise ValueError(f"tool_timeout={timeout} leaves a tool no time; it must be above 0, or None for no limit")
+        self.timeout = timeout
         self.loop: Loop | None = None
         self.failed: set[str] = set()
         """Tools whose first failure was reported."""
@@ -160,7 +170,7 @@ class ToolRunner:
         """What the calls of each conversation came to, in their order.
 
         Plain functions run first, one after the other; then all asynchronous ones together. A call that can't be made,
-        or raises, comes to an error that the model is told.
+        raises, or takes too long comes to an error that the model is told.
         """
         results: list[list[Any]] = [[None] * len(calls) for _, calls in asked]
         later: list[tuple[int, int, ToolCall, Callable[[], Any]]] = []
@@ -175,36 +185,73 @@ class ToolRunner:
                 if tool.is_async:
                     later.append((i, k, call, made))
                 else:
-                    results[i][k] = self._outcome(call, made)
+                    results[i][k] = self._outcome(call, partial(self._returned, made))
         waiting = [(i, k, call, self._submit(made())) for i, k, call, made in later]
         for i, k, call, future in waiting:
-            results[i][k] = self._outcome(call, future.result)
+            results[i][k] = self._outcome(call, partial(self._awaited, future))
         return results
 
     def results(self, calls: Sequence[tuple[Callable[..., Any], Mapping[str, Any]]]) -> list[Any]:
-        """What functions return for their arguments: plain ones in order, then coroutines together."""
-        returned = [function(**arguments) for function, arguments in calls]
+        """What functions return for their arguments: plain ones in order, then coroutines together. Raises ValueError,
+        with its name, for one whose time is over."""
+        names = [name_of(function) for function, _ in calls]
+        returned = [
+            self._named(name, self._plain, partial(f, **given)) for name, (f, given) in zip(names, calls, strict=True)
+        ]
         waiting = [self._submit(value) if inspect.iscoroutine(value) else None for value in returned]
-        return [value if future is None else future.result() for value, future in zip(returned, waiting, strict=True)]
+        return [
+            value if future is None else self._named(name, self._awaited, future)
+            for name, value, future in zip(names, returned, waiting, strict=True)
+        ]
+
+    def _named(self, name: str, wait: Callable[[Any], Any], what: Any) -> Any:
+        try:
+            return wait(what)
+        except TimeoutError as error:
+            raise ValueError(f"{name} of an environment is {error} (tool_timeout)") from error
+
+    def _plain(self, function: Callable[[], Any]) -> Any:
+        """What a plain function returns."""
+        return function() if self.timeout is None else within(function, self.timeout)
+
+    def _returned(self, function: Callable[[], Any]) -> Any:
+        """What a function returns, plain or an asynchronous one in a plain wrapper."""
+        result = self._plain(function)
+        return self._awaited(self._submit(result)) if inspect.iscoroutine(result) else result
 
     def _submit(self, coroutine: Any) -> Future[Any]:
         """Start a coroutine on the event loop that all share, so that what one keeps open serves the next."""
         self.loop = self.loop or Loop()
-        return self.loop.submit(coroutine)
+        return self.loop.submit(coroutine if self.timeout is None else self._bounded(coroutine))
+
+    async def _bounded(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        limit = asyncio.timeout(self.timeout)
+        try:
+            async with limit:
+                return await coroutine
+        except TimeoutError as error:
+            raise self._late() if limit.expired() else error from None
+
+    def _awaited(self, future: Future[Any]) -> Any:
+        done, _ = wait([future], None if self.timeout is None else self.timeout + GRACE)
+        if not done:
+            self.loop = None
+            raise self._late()
+        return future.result()
+
+    def _late(self) -> TimeoutError:
+        return TimeoutError(f"not done within {self.timeout:g} s")
 
     def _outcome(self, call: ToolCall, function: Callable[[], Any]) -> ToolResult:
         try:
-            result = function()
-            if inspect.iscoroutine(result):  # of an asynchronous function in a plain wrapper
-                result = self._submit(result).result()
-            return ToolResult(call.name, text_of_result(result, call.name))
+            return ToolResult(call.name, text_of_result(function(), call.name))
         except ImageResult:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # the model may have had exit() run
             if call.name not in self.failed:
                 self.failed.add(call.name)
                 logger.warning(
-                    "tool %s raised; the model is told so, later failures are only counted", call.name, exc_info=True
+                    "tool %s failed; the model is told so, later failures are only counted", call.name, exc_info=True
                 )
             return _error(call, f"{type(error).__name__}: {error}")
 

@@ -12,6 +12,9 @@ from strop.rollout.rows import end_ids
 
 from . import checks
 
+UNUSED = {"max_tool_calling_iterations": None, "tool_timeout": None}
+"""Settings of tools, where there are none."""
+
 
 def episodes_of(
     trainer: Any,
@@ -25,10 +28,11 @@ def episodes_of(
         several = [name for name, value in given.items() if value]
         if len(several) > 1:
             raise ValueError(f"{' and '.join(several)} are given, but a rollout_func plays whole episodes; keep one.")
+        checks.no_effect(trainer.args, UNUSED, "a rollout_func")
         ends = end_ids(trainer.model, trainer.processing_class)
         return FunctionEpisodes(rollout_func, trainer, trainer.encoder, ends)
     if not tools and not environment_factory:
-        checks.no_effect(trainer.args, {"max_tool_calling_iterations": None}, "no tools and no environment")
+        checks.no_effect(trainer.args, UNUSED, "no tools and no environment")
         return SingleTurn(trainer.generator, trainer.encoder)
     return ToolEpisodes(
         trainer.generator,
@@ -37,4 +41,5 @@ def episodes_of(
         Environments(environment_factory) if environment_factory else None,
         max_turns=trainer.args.max_tool_calling_iterations,
         context_size=getattr(base_model(trainer.model).config.get_text_config(), "max_position_embeddings", None),
+        timeout=trainer.args.tool_timeout,
     )

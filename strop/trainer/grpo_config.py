@@ -98,6 +98,10 @@ class GRPOConfig(OnPolicyConfig):
     max_tool_calling_iterations: int | None = None
     """Rounds of tool calls in an episode at most; None for no limit but max_completion_length."""
 
+    tool_timeout: float | None = None
+    """Seconds that a tool, or a method of an environment, may take; None for no limit. One that takes longer is told
+    to the model as failed. Plain functions run in threads of their own then."""
+
     vllm_importance_sampling_correction: bool = True
     """Correct for a sampler that says other log-probabilities than the model in training: vLLM, or a rollout_func."""
 

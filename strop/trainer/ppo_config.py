@@ -131,6 +131,10 @@ class PPOConfig(OnPolicyConfig):
     max_tool_calling_iterations: int | None = None
     """Rounds of tool calls in an episode at most; None for no limit but response_length."""
 
+    tool_timeout: float | None = None
+    """Seconds that a tool, or a method of an environment, may take; None for no limit. One that takes longer is told
+    to the model as failed. Plain functions run in threads of their own then."""
+
     num_sample_generations: int = 10
     """Accepted for TRL's sake: every completion is written to `rollouts/`, log_completions prints them, eval_strategy
     scores held-out prompts."""

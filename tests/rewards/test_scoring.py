@@ -188,6 +188,15 @@ def test_a_function_that_is_cancelled_from_inside_is_named():
             RewardFunctions(gives_up, timeout=timeout).score(**FOUR)
 
 
+def test_an_exit_in_an_asynchronous_function_is_a_failure_of_its_own():
+    async def leaves(completions):
+        raise SystemExit(3)
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"leaves failed on row 0 .*SystemExit: 3"):
+            RewardFunctions(leaves).score(**FOUR)
+
+
 def test_what_a_function_does_to_its_lists_is_not_seen_by_others():
     def spoils(completions, answer, **kwargs):
         completions.clear()

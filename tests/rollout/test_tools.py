@@ -3,11 +3,13 @@
 import asyncio
 import json
 import logging
+import threading
 import time
 from typing import Literal
 
 import pytest
 
+from strop.rollout import tools
 from strop.rollout.parsing import ToolCall
 from strop.rollout.tools import Tool, Toolbox, ToolRunner
 
@@ -148,7 +150,7 @@ def test_the_first_failure_of_a_tool_is_reported(caplog):
     runner = ToolRunner()
     with caplog.at_level(logging.WARNING, "strop"):
         runner.run([(BOX, [ToolCall("fails", {"a": 1}), ToolCall("fails", {"a": 1})])])
-    assert [record.getMessage().split(";")[0] for record in caplog.records] == ["tool fails raised"]
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == ["tool fails failed"]
 
 
 def test_asynchronous_tools_of_all_conversations_wait_together_and_results_keep_their_order():
@@ -173,6 +175,89 @@ def test_plain_tools_run_in_the_order_of_rows_and_calls():
     box = Toolbox([Tool(note)])
     ToolRunner().run([(box, [ToolCall("note", {"word": w}) for w in words]) for words in ("ab", "cd")])
     assert seen == ["a", "b", "c", "d"]
+
+
+def stuck() -> str:
+    """Never comes back."""
+    while True:
+        time.sleep(0.01)
+
+
+async def astuck() -> str:
+    """Never comes back."""
+    await asyncio.sleep(60)
+
+
+async def patient() -> str:
+    """Has given up itself."""
+    raise TimeoutError("the server is silent")
+
+
+def leaves() -> str:
+    """Ends the program."""
+    raise SystemExit(3)
+
+
+async def aleaves() -> str:
+    """Ends the program."""
+    raise SystemExit(3)
+
+
+def wrapped() -> str:
+    """A coroutine in a plain wrapper."""
+    return astuck()
+
+
+LATE = "TimeoutError: not done within 0.2 s"
+
+
+@pytest.mark.parametrize(
+    ("function", "timeout", "reason"),
+    [
+        (stuck, 0.2, LATE),
+        (astuck, 0.2, LATE),
+        (wrapped, 0.2, LATE),
+        (patient, 0.2, "TimeoutError: the server is silent"),
+        (patient, None, "TimeoutError: the server is silent"),
+        (leaves, 5.0, "SystemExit: 3"),
+        (leaves, None, "SystemExit: 3"),
+        (aleaves, 5.0, "RuntimeError: SystemExit: 3"),
+        (aleaves, None, "RuntimeError: SystemExit: 3"),
+    ],
+)
+def test_tools_that_hang_or_end_the_program_are_told_to_the_model(function, timeout, reason):
+    box, runner = Toolbox([Tool(f) for f in (function, multiply, late)]), ToolRunner(timeout)
+    calls = [ToolCall(function.__name__, {}), ToolCall("multiply", {"a": 3, "b": 4}), ToolCall("late", {"seconds": 0})]
+    for _ in range(2):
+        ((result, other, third),) = runner.run([(box, calls)])
+        assert (other.content, third.content) == ("12", "0 s later")
+        assert (result.failed, json.loads(result.content)) == (True, {"error": reason})
+
+
+def test_a_tool_that_blocks_the_event_loop_leaves_later_ones_another(monkeypatch):
+    monkeypatch.setattr(tools, "GRACE", 0.1)
+    release = threading.Event()
+
+    async def blocks() -> str:
+        """Awaits nothing."""
+        release.wait(30)
+        return "at last"
+
+    box, runner = Toolbox([Tool(blocks), Tool(late)]), ToolRunner(0.2)
+    ((result,),) = runner.run([(box, [ToolCall("blocks", {})])])
+    assert json.loads(result.content) == {"error": LATE}
+    ((result,),) = runner.run([(box, [ToolCall("late", {"seconds": 0})])])
+    assert result.content == "0 s later"
+    release.set()
+
+
+def test_a_reset_that_hangs_is_named():
+    for function in (stuck, astuck):
+        with pytest.raises(ValueError, match=rf"{function.__name__} of an environment is not done within 0.2 s"):
+            ToolRunner(0.2).results([(multiply, {"a": 1, "b": 2}), (function, {})])
+    assert ToolRunner(5.0).results([(multiply, {"a": 1, "b": 2}), (late, {"seconds": 0})]) == [2, "0 s later"]
+    with pytest.raises(ValueError, match="tool_timeout=0 leaves"):
+        ToolRunner(0)
 
 
 def test_content_blocks_of_text_are_text_and_images_are_refused():
