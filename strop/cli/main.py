@@ -41,6 +41,7 @@ COMMANDS = {
     "generate": ("strop.cli.chat:generate_main", "answer prompts from a file with a model or a trained folder"),
     "score": ("strop.cli.score:main", "score answers with a reward model"),
     "eval": ("strop.cli.eval:main", "measure a model on rows: loss, rewards, pass@k, against another model"),
+    "merge": ("strop.cli.merge:main", "make one whole model of an adapter and its base"),
     "rewards": ("strop.cli.rewards:main", "rewards try: see what reward functions say of stored completions"),
     "env": ("strop.cli.env:main", "print versions, devices, and what works here"),
 }

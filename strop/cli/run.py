@@ -127,7 +127,9 @@ def work(pipeline: Pipeline, state: State, steps: Sequence[Step], lock: int) -> 
         config = pipeline.config(stage.name, step.action == "resume")
         write_config(stage, config)
         try:
-            code = run_stage(stage, lock)
+            code = run_stage(stage, [stage.command, "--config", str(stage.folder / CONFIG_FILE)], lock)
+            if code == 0 and stage.is_adapter:
+                code = run_stage(stage, ["merge", str(stage.folder), "--output_dir", stage.output], lock)
         except KeyboardInterrupt:
             code = 130
         if code == 0 and not stage.is_there:
@@ -148,13 +150,12 @@ def write_config(stage: Stage, config: Mapping[str, Any]) -> None:
     replace_text(stage.folder / CONFIG_FILE, head + "".join(lines))
 
 
-def run_stage(stage: Stage, lock: int) -> int:
-    """Run the stage's command to its end and show what it prints; the exit code.
+def run_stage(stage: Stage, words: Sequence[str], lock: int) -> int:
+    """Run a command of the stage to its end and show what it prints; the exit code.
 
     Rows that it prints go to a file, which gets its name when they are complete.
     """
     rows = Path(f"{stage.output}.partial") if stage.makes == "rows" else None
-    words = [stage.command, "--config", str(stage.folder / CONFIG_FILE)]
     with (stage.folder / LOG_FILE).open("ab") as log, ExitStack() as stack:
         out = stack.enter_context(rows.open("wb")) if rows else subprocess.PIPE
         code = followed(start(words, out, lock), log)
@@ -179,21 +180,20 @@ def followed(process: subprocess.Popen, log: Any) -> int:
 
     Ctrl-C ends it in order, once more at once.
     """
-    stream = process.stdout or process.stderr
-    try:
-        echo(stream, log)
-    except BaseException:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGINT)
-        alarm = threading.Timer(SECONDS_TO_END, end_group, (process.pid,))
-        alarm.start()
+    with process.stdout or process.stderr as stream:
         try:
             echo(stream, log)
-        finally:
-            alarm.cancel()
-            end_group(process.pid)
-            process.wait()
-        raise
+        except BaseException:
+            signal_group(process.pid, signal.SIGINT)
+            alarm = threading.Timer(SECONDS_TO_END, signal_group, (process.pid, signal.SIGKILL))
+            alarm.start()
+            try:
+                echo(stream, log)
+            finally:
+                alarm.cancel()
+                signal_group(process.pid, signal.SIGKILL)
+                process.wait()
+            raise
     code = process.wait()
     return code if code >= 0 else 128 - code
 
@@ -208,9 +208,10 @@ def echo(stream: Any, log: Any) -> None:
         sys.stdout.flush()
 
 
-def end_group(pid: int) -> None:
+def signal_group(pid: int, which: signal.Signals) -> None:
+    """Send a signal to a stage and all that it started, if it is there still."""
     with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+        os.killpg(pid, which)
 
 
 def say(text: str) -> None:
@@ -224,14 +225,14 @@ def explain(stage: Stage, code: int) -> None:
         f"at step {checkpoint.rpartition('-')[2]} of {stage.name}" if checkpoint else f"at the start of {stage.name}"
     )
     if code == 130:
-        print(f"{PROG}: interrupted; the same command (without --force) goes on at {where}.", file=sys.stderr)
+        print(f"{PROG}: interrupted; the same command (without --force) goes on {where}.", file=sys.stderr)
         return
     lines = (stage.folder / LOG_FILE).read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
     print(
         f"{PROG}: stage {stage.name} failed with exit code {code}. What it printed last (all of it: "
         f"{stage.folder / LOG_FILE}):",
         *(f"    {line}" for line in lines),
-        f"The same command (without --force) goes on at {where}; with other options of the stage, it starts anew.",
+        f"The same command (without --force) goes on {where}; with other options of the stage, it starts anew.",
         sep="\n",
         file=sys.stderr,
     )

@@ -74,7 +74,6 @@ def main(argv: list[str]) -> int:
 
 def scored(args: ScoreArguments) -> Iterator[Row]:
     """The rows of the file with what the model scores them."""
-    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
     from transformers.utils.logging import disable_progress_bar
 
     from strop.data.sources import load_rows
@@ -88,17 +87,24 @@ def scored(args: ScoreArguments) -> Iterator[Row]:
             "`strop reward`, or talk to this one with `strop chat`."
         )
     disable_progress_bar()
-    kinds: dict[str, Any] = {
-        "SEQ_CLS": {"auto_class": AutoModelForSequenceClassification, "num_labels": 1},
-        "TOKEN_CLS": {"auto_class": AutoModelForTokenClassification, "num_labels": 2},
-    }
-    model, tokenizer = load(args, **kinds[task])
+    model, tokenizer = load(args, **loading_of(task))
     while part := list(islice(rows, args.batch_size)):
         yield from (
             with_steps(model, tokenizer, part, args)
             if task == "TOKEN_CLS"
             else with_scores(model, tokenizer, part, args)
         )
+
+
+def loading_of(task: str) -> dict[str, Any]:
+    """Keyword arguments of `load` for a model of this task, in peft's words."""
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    kinds: dict[str, dict[str, Any]] = {
+        "SEQ_CLS": {"auto_class": AutoModelForSequenceClassification, "num_labels": 1},
+        "TOKEN_CLS": {"auto_class": AutoModelForTokenClassification, "num_labels": 2},
+    }
+    return kinds.get(task, {})
 
 
 def with_scores(model: Any, tokenizer: Any, rows: list[Row], args: ScoreArguments) -> Iterator[Row]:

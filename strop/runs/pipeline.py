@@ -2,6 +2,7 @@
 
     output_dir/pipeline.json     the state: what each stage was made of, whether it is finished, how long it took
     output_dir/STAGE/            what a stage wrote; stage.yaml: its options; stage.log: what it printed
+    output_dir/STAGE/STAGE/      the whole model, where it trained an adapter
     output_dir/STAGE.1/          ... before its options or inputs changed: put aside, never deleted
     output_dir/summary.json      every stage in numbers
 
@@ -33,10 +34,10 @@ ROWS_FILE, RESULTS_FILE = "rows.jsonl", "results.json"
 MADE = {
     "model": ("config.json", "adapter_config.json"),
     "scorer": ("config.json", "adapter_config.json"),
-    "rows": (ROWS_FILE,),
+    "rows": (),
     "results": (RESULTS_FILE,),
 }
-"""What a stage makes: a model that writes, one that scores, rows, or numbers -> a file of which there then is one."""
+"""What a stage makes: a model that writes, one that scores, rows, or numbers -> a file of which one is in a folder."""
 ROWS_OPTIONS = ("dataset_name", "data", "prompts", "path")
 MODEL_OPTIONS = re.compile(r"model|baseline|\w+_model|(\w+_)?model(_name_or)?_path")
 REFERENCE = re.compile(r"\$\{([^}]*)\}")
@@ -60,12 +61,19 @@ class Stage:
 
     @property
     def output(self) -> str:
-        """What other stages read: a file of rows, or the folder."""
-        return str(self.folder / ROWS_FILE if self.makes == "rows" else self.folder)
+        """What other stages read: a file of rows, a whole model, or else the folder."""
+        inside = ROWS_FILE if self.makes == "rows" else self.name if self.is_adapter else ""
+        return str(self.folder / inside)
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it trains an adapter, which no other adapter and no head for scores can be put on."""
+        return bool(self.options.get("use_peft"))
 
     @property
     def is_there(self) -> bool:
-        return any((self.folder / name).is_file() for name in MADE[self.makes])
+        place = Path(self.output)
+        return place.is_file() or any((place / name).is_file() for name in MADE[self.makes])
 
     @property
     def checkpoint(self) -> str | None:
@@ -90,7 +98,8 @@ class Step:
 def linked(options: Mapping[str, Any], stages: Mapping[str, Stage], name: str) -> tuple[dict[str, Any], list[str]]:
     """`options` of the stage `name` with stages replaced by what they make, and the names of these.
 
-    A text that is a stage's name stands for it in options for a model or for rows, and `${name}` for its folder in any.
+    A text that is a stage's name stands for its model or rows in options that take these, and `${name}` for its folder
+    in any option.
     Raises ValueError for a stage that doesn't come earlier, or makes something else than is asked for.
     """
     used: list[str] = []
