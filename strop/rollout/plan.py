@@ -113,15 +113,19 @@ class BatchPlan:
         block, group, each = self.completions_per_block, self.num_generations, self.completions_per_batch
         divisors = [n for n in range(2, block + 1) if block % n == 0]
         shown = ", ".join(map(str, divisors[:STRIDE])) or "none above 1"
+        follows = self.steps_per_generation == self.gradient_accumulation_steps
+        name, unit = ("gradient_accumulation_steps", "step") if follows else ("steps_per_generation", "generation")
         steps = next(
             n for n in range(self.steps_per_generation, self.steps_per_generation + group) if n * each % group == 0
         )
+        fitting = max((n for n in divisors if n <= group), default=None)
+        other = "" if fitting is None else f" or num_generations={fitting}"
         return (
-            f"{_count(block, 'completion')} per generation ({self.batch_size} per_device_train_batch_size x "
-            f"{self.num_processes} processes x {self.steps_per_generation} steps_per_generation, which is "
-            f"gradient_accumulation_steps if not set) are no multiple of num_generations={group}, so a group would be "
-            f"torn apart; need a multiple of {group}, e.g. steps_per_generation={steps} (or "
-            f"gradient_accumulation_steps={steps}), or num_generations among {shown}."
+            f"{_count(block, 'completion')} per {unit}; need a multiple of {group}; e.g. {name}={steps}{other}. "
+            f"num_generations={group} completions of a prompt are compared with each other, so a group can't be torn "
+            f"apart, and {self.batch_size} per_device_train_batch_size x {self.num_processes} processes x "
+            f"{self.steps_per_generation} {name} are what is generated at a time. It is a whole number of groups with "
+            f"num_generations among {shown}."
         )
 
 

@@ -24,7 +24,7 @@ from strop.losses.corrections import (
     top_entropy_keep,
 )
 from strop.losses.penalties import EntropyController, kl_penalty
-from strop.losses.policy import Sampled
+from strop.losses.policy import MAX_LOG_RATIO, Sampled
 from strop.losses.reduce import StepCounts, masked_sum
 from strop.models.logps import TokenScores, logps
 from strop.rollout.episodes import Episodes
@@ -261,6 +261,9 @@ class GRPOTrainer(OnPolicyTrainer):
             log_ratio = self.policy_loss.log_ratio(sampled) if args.use_bias_correction_kl else None
             kl = kl_penalty(sampled.logps, batch["ref_logps"], mask, args.kl_estimator, log_ratio)
         metrics = {"kl": (masked_sum(kl.detach(), mask), mask.sum())}
+        if not args.kl_in_reward:
+            far = (batch["ref_logps"] - sampled.logps.detach() > MAX_LOG_RATIO).to(mask.dtype)
+            metrics["kl_clip_ratio"] = (masked_sum(far, mask), mask.sum())
         return None if args.kl_in_reward else args.beta * batch["kl_weights"] * kl, metrics
 
     def bonus(self, scores: TokenScores, batch: Batch, counts: StepCounts, loss: Tensor) -> tuple[Any, Metrics]:

@@ -17,10 +17,14 @@ def test_a_group_may_be_a_step_of_single_completions():
 
 
 def test_torn_groups_are_refused_with_the_numbers_and_what_would_do():
-    with pytest.raises(ValueError, match=r"3 completions .* multiple of 4, e\.g\. steps_per_generation=4 "):
+    with pytest.raises(ValueError, match="num_generations among 3") as told:
         plan(batch_size=3, gradient_accumulation_steps=1, num_generations=4)
-    with pytest.raises(ValueError, match="num_generations among 3"):
-        plan(batch_size=3, gradient_accumulation_steps=1, num_generations=4)
+    wanted = "3 completions per step; need a multiple of 4; e.g. gradient_accumulation_steps=4 or num_generations=3"
+    assert str(told.value).startswith(wanted)
+    with pytest.raises(ValueError, match=r"^6 completions per generation; .* of 4; e\.g\. steps_per_generation=2 or n"):
+        plan(batch_size=6, gradient_accumulation_steps=8, steps_per_generation=1, num_generations=4)
+    with pytest.raises(ValueError, match=r"^1 completion per step; .* e\.g\. gradient_accumulation_steps=2\. "):
+        plan(gradient_accumulation_steps=1, num_generations=2)
 
 
 def test_24_prompts_are_asked_in_two_rounds():

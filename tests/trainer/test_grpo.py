@@ -3,16 +3,21 @@
 import dataclasses
 import json
 import logging
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerControl, TrainerState
 
+from strop.callbacks.alarms import RolloutAlarm
+from strop.losses.corrections import importance_correction
 from strop.losses.policy import AGAINST_REFERENCE, POLICY_LOSSES
 from strop.losses.reduce import StepCounts
 from strop.models.head import Float32Head
 from strop.models.logps import TokenScores, logps
 from strop.trainer.grpo import GRPOConfig, GRPOTrainer
+from strop.trainer.ratios import sampling_metrics
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "policy_losses.json").read_text())
 CASES = [case for case in GOLDENS["cases"] if case["args"]["loss_type"] != "rloo"]
@@ -274,6 +279,40 @@ def test_a_correction_that_leaves_out_most_completions_is_told(make, caplog):
     assert caplog.text.count("vllm_importance_sampling_mode='sequence_mask' leaves out 100 %") == 1
 
 
+def test_user_pain_4_5_small_differences_of_long_completions_are_told(caplog):
+    """300 tokens that the policy finds 0.01 nats likelier than the sampler: by default none is trained."""
+    args = GRPOConfig(output_dir="unused", use_cpu=True)
+    old = torch.full((2, 300), -1.0)
+    mask = torch.ones(2, 300)
+    bounds = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    correction = importance_correction(old, old - 0.01, mask, args.vllm_importance_sampling_mode, *bounds)
+    assert (correction == 0).all()
+    log = {name: float(a) / float(b) for name, (a, b) in sampling_metrics(old, old - 0.01, mask, correction).items()}
+    assert log["sampling/sampling_logp_difference/mean"] == pytest.approx(0.01, rel=1e-4)
+    alarm = RolloutAlarm()
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            state = TrainerState(global_step=step, is_world_process_zero=True)
+            alarm.on_log(args, state, TrainerControl(), logs={"loss": 0.0, **log})
+    assert caplog.text.count("leaves out 100 % of the completions") == 1
+    assert "300 tokens of 0.01 nats are a ratio of 20" in caplog.text
+
+
+def test_user_pain_4_18_a_reference_far_away_is_finite_and_counted(make):
+    """One token of the first completion is e^200 times as likely under the reference."""
+    trainer = make(beta=0.1)
+    experiences = block_of(trainer)
+    first = experiences[0]
+    first.ref_logps[first.prompt_length] += 200
+    value, parts = gradient(trainer, experiences, [4])
+    assert math.isfinite(value)
+    assert all(g.isfinite().all() for g in parts.values())
+    batch = trainer.batch_of(experiences)
+    _, metrics = trainer.loss(trainer.model, batch, trainer.count(batch))
+    assert [float(x) for x in metrics["kl_clip_ratio"]] == [1, batch["completion_mask"].sum()]
+    assert math.isfinite(metrics["kl"][0])
+
+
 def test_under_autocast_the_stream_writes_and_the_reference_is_the_policy(make):
     trainer = make(generator=None, bf16=True, beta=0.1, max_steps=1)
     trainer.train()
@@ -347,7 +386,10 @@ def test_a_model_learns_to_say_a_word(make, bpe_tokenizer):
         ({"vllm_mode": "server"}, "vllm_mode='server' would have no effect with use_vllm=False"),
         ({"num_generations": 1}, "num_generations=1 is too few"),
         ({"num_generations": None}, "num_generations=None is too few"),
-        ({"num_generations": 3}, "no multiple of num_generations=3"),
+        (
+            {"num_generations": 3},
+            "8 completions per step; need a multiple of 3; e.g. gradient_accumulation_steps=3 or num_gen",
+        ),
         ({"generation_kwargs": {"num_beams": 2}}, "'num_beams'; known are"),
         ({"entropy_target": 0.5}, "entropy_target=0.5 would have no effect with use_adaptive_entropy=False"),
         ({"vllm_importance_sampling_mode": "rows"}, "vllm_importance_sampling_mode='rows' is unknown"),
