@@ -46,15 +46,26 @@ EXPORTS = {
     "strop.callbacks.bema": ("BEMACallback",),
     "strop.callbacks.completions": ("LogCompletionsCallback",),
     "strop.callbacks.sync_ref": ("SyncRefModelCallback",),
+    "strop.callbacks.win_rate": ("WinRateCallback",),
+    "strop.rewards.judges": ("BaseJudge", "BasePairwiseJudge", "PairwiseJudge"),
+    "strop.rewards.verdicts": (
+        *("AllTrueJudge", "BaseBinaryJudge", "BaseRankJudge"),
+        *("RandomPairwiseJudge", "RandomRankJudge", "RewardJudge"),
+    ),
 }
 """Module -> the public names it holds."""
 
 _MODULES = {name: module for module, names in EXPORTS.items() for name in names}
 
 __all__ = [
+    "AllTrueJudge",
     "BCOConfig",
     "BCOTrainer",
     "BEMACallback",
+    "BaseBinaryJudge",
+    "BaseJudge",
+    "BasePairwiseJudge",
+    "BaseRankJudge",
     "CPOConfig",
     "CPOTrainer",
     "DPOConfig",
@@ -77,9 +88,13 @@ __all__ = [
     "PPOTrainer",
     "PRMConfig",
     "PRMTrainer",
+    "PairwiseJudge",
     "RLOOConfig",
     "RLOOTrainer",
+    "RandomPairwiseJudge",
+    "RandomRankJudge",
     "RewardConfig",
+    "RewardJudge",
     "RewardTrainer",
     "RichProgressCallback",
     "SFTConfig",
@@ -91,6 +106,7 @@ __all__ = [
     "TPOConfig",
     "TPOTrainer",
     "TrlParser",
+    "WinRateCallback",
     "XPOConfig",
     "XPOTrainer",
     "__version__",
@@ -118,6 +134,7 @@ if TYPE_CHECKING:
     from strop.callbacks.completions import LogCompletionsCallback
     from strop.callbacks.progress import RichProgressCallback
     from strop.callbacks.sync_ref import SyncRefModelCallback
+    from strop.callbacks.win_rate import WinRateCallback
     from strop.cli.arguments import ScriptArguments
     from strop.cli.parser import TrlParser
     from strop.data.chat import apply_chat_template, maybe_apply_chat_template
@@ -135,6 +152,15 @@ if TYPE_CHECKING:
     from strop.evals.statistics import pass_at_k
     from strop.models.model_config import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
     from strop.models.tokenizers import clone_chat_template
+    from strop.rewards.judges import BaseJudge, BasePairwiseJudge, PairwiseJudge
+    from strop.rewards.verdicts import (
+        AllTrueJudge,
+        BaseBinaryJudge,
+        BaseRankJudge,
+        RandomPairwiseJudge,
+        RandomRankJudge,
+        RewardJudge,
+    )
     from strop.trainer.bco import BCOConfig, BCOTrainer
     from strop.trainer.config import SFTConfig
     from strop.trainer.cpo import CPOConfig, CPOTrainer, SimPOConfig, SimPOTrainer

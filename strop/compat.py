@@ -394,6 +394,9 @@ OLD_EXPORTS = {
     "SFTScriptArguments": "ScriptArguments",
     "setup_chat_format": "clone_chat_template",
     "HfArgumentParser": "TrlParser",
+    "HfPairwiseJudge": "PairwiseJudge(model, base_url)",
+    "OpenAIPairwiseJudge": "PairwiseJudge(model, base_url)",
+    "PairRMJudge": "RewardJudge(reward_model)",
 }
 """Names that `strop` doesn't have, though scripts of older days import them -> what does the job."""
 

@@ -76,6 +76,11 @@ EXPERIMENTAL = {
 }
 for name, method in {"online_dpo": "OnlineDPO", "nash_md": "NashMD", "xpo": "XPO"}.items():
     EXPERIMENTAL[name] = {f"{method}Config", f"{method}Trainer"}
+EXPERIMENTAL["winrate_callback"] = {"WinRateCallback"}
+EXPERIMENTAL["judges"] = {
+    *("AllTrueJudge", "BaseBinaryJudge", "BaseJudge", "BasePairwiseJudge", "BaseRankJudge"),
+    *("PairwiseJudge", "RandomPairwiseJudge", "RandomRankJudge", "RewardJudge"),
+}
 EXPERIMENTAL["bema_for_ref_model"] = {"BEMACallback", "DPOTrainer"}
 
 

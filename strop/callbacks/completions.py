@@ -41,10 +41,10 @@ class LogCompletionsCallback(TrainerCallback):
         batch_size: int = 8,
     ):
         if prompts is None:
-            prompts = evaluation_prompts(trainer)
+            prompts = evaluation_prompts(trainer, type(self).__name__)
         if len(prompts[:num_prompts]) == 0:
             raise ValueError(
-                f"LogCompletionsCallback has no prompt to complete: {len(prompts)} given, num_prompts={num_prompts}."
+                f"{type(self).__name__} has no prompt to complete: {len(prompts)} given, num_prompts={num_prompts}."
             )
         self.prompts = list(prompts[:num_prompts])
         self.generation_config = generation_config
@@ -89,16 +89,14 @@ class LogCompletionsCallback(TrainerCallback):
         return [{"prompt": as_text(p), "completion": text} for p, text in zip(prompts, texts, strict=True)]
 
 
-def evaluation_prompts(trainer: Any) -> Sequence[Prompt]:
-    """Column "prompt" of the trainer's evaluation set."""
+def evaluation_prompts(trainer: Any, callback: str) -> Sequence[Prompt]:
+    """Column "prompt" of the trainer's evaluation set; `callback` is the name of who asks."""
     dataset = getattr(trainer, "eval_dataset", None)
     if dataset is None:
-        raise ValueError("LogCompletionsCallback needs prompts: pass prompts=[...], or a trainer with an eval_dataset.")
-    if "prompt" not in dataset.column_names:
-        raise ValueError(
-            f'the evaluation set has no column "prompt", but {dataset.column_names}. Pass '
-            "LogCompletionsCallback(prompts=[...])."
-        )
+        raise ValueError(f"{callback} needs prompts: pass prompts=[...], or a trainer with an eval_dataset.")
+    names = dataset.column_names if hasattr(dataset, "column_names") else list(dataset)
+    if isinstance(dataset, dict) or "prompt" not in names:
+        raise ValueError(f'the evaluation set has no column "prompt", but {names}. Pass {callback}(prompts=[...]).')
     return dataset["prompt"]
 
 

@@ -8,15 +8,30 @@ if TYPE_CHECKING:
     from strop.rewards.code import code_reward
     from strop.rewards.formats import json_reward, regex_reward, think_format_reward, xml_reward
     from strop.rewards.from_model import RewardModel
-    from strop.rewards.judges import BasePairwiseJudge, PairwiseJudge, judge_reward
+    from strop.rewards.judges import BaseJudge, BasePairwiseJudge, PairwiseJudge, judge_reward
     from strop.rewards.lengths import get_repetition_penalty_reward, get_soft_overlong_punishment
     from strop.rewards.resolve import resolve_reward
     from strop.rewards.scoring import RewardFunctions, Scores
+    from strop.rewards.verdicts import (
+        AllTrueJudge,
+        BaseBinaryJudge,
+        BaseRankJudge,
+        RandomPairwiseJudge,
+        RandomRankJudge,
+        RewardJudge,
+    )
 
 _MODULES = {
+    "AllTrueJudge": "strop.rewards.verdicts",
+    "BaseBinaryJudge": "strop.rewards.verdicts",
+    "BaseJudge": "strop.rewards.judges",
     "BasePairwiseJudge": "strop.rewards.judges",
+    "BaseRankJudge": "strop.rewards.verdicts",
     "PairwiseJudge": "strop.rewards.judges",
+    "RandomPairwiseJudge": "strop.rewards.verdicts",
+    "RandomRankJudge": "strop.rewards.verdicts",
     "RewardFunctions": "strop.rewards.scoring",
+    "RewardJudge": "strop.rewards.verdicts",
     "RewardModel": "strop.rewards.from_model",
     "Scores": "strop.rewards.scoring",
     "accuracy_reward": "strop.rewards.accuracy",
@@ -34,9 +49,16 @@ _MODULES = {
 }
 
 __all__ = [
+    "AllTrueJudge",
+    "BaseBinaryJudge",
+    "BaseJudge",
     "BasePairwiseJudge",
+    "BaseRankJudge",
     "PairwiseJudge",
+    "RandomPairwiseJudge",
+    "RandomRankJudge",
     "RewardFunctions",
+    "RewardJudge",
     "RewardModel",
     "Scores",
     "accuracy_reward",

@@ -79,14 +79,15 @@ class OnlinePreferenceConfig(OnPolicyConfig):
     def _settle_lengths(self):
         """Both names of a completion's length hold the same; prompts get what it leaves."""
         given = checks.same("max_completion_length", self.max_completion_length, "max_new_tokens", self.max_new_tokens)
-        self.max_completion_length = self.max_new_tokens = MAX_NEW_TOKENS if given is None else given
+        longest = MAX_NEW_TOKENS if given is None else given
+        self.max_completion_length = self.max_new_tokens = longest
         if self.max_length is None:
             return
-        room = self.max_length - self.max_completion_length
+        room = self.max_length - longest
         if room < 1:
             raise ValueError(
-                f"max_length={self.max_length} has no room for a prompt beside max_completion_length="
-                f"{self.max_completion_length} (max_new_tokens); raise the first or lower the second."
+                f"max_length={self.max_length} has no room for a prompt beside max_completion_length={longest} "
+                "(max_new_tokens); raise the first or lower the second."
             )
         self.max_prompt_length = room if self.max_prompt_length is None else min(room, self.max_prompt_length)
 
