@@ -70,7 +70,8 @@ def launch_words(module: str, launch: dict[str, Any], words: list[str], use_cpu:
         require_backend(path)
         command += ["--config_file", str(path)]
     elif launch.get("num_processes", 1) > 1:
-        command += ["--multi_cpu" if use_cpu else "--multi_gpu"]
+        command += ["--multi_gpu"]  # also what starts several processes on CPUs, which --cpu would make one
+        use_cpu = False
     for name, value in launch.items():
         if name != "accelerate_config" and value is not None:
             command += [f"--{name}", str(value)]

@@ -180,7 +180,8 @@ def followed(process: subprocess.Popen, log: Any) -> int:
 
     Ctrl-C ends it in order, once more at once.
     """
-    with process.stdout or process.stderr as stream:
+    stream: Any = process.stdout or process.stderr
+    with stream:
         try:
             echo(stream, log)
         except BaseException:

@@ -124,6 +124,14 @@ class TestLaunch:
         with pytest.raises(ValueError, match=r"pip install strop\[deepspeed\]"):
             launch.launch_words("m", {"accelerate_config": "zero3"}, [], use_cpu=False)
 
+    @pytest.mark.parametrize("use_cpu", [False, True])
+    def test_several_processes_are_started_on_any_device(self, use_cpu):
+        from accelerate.commands.launch import launch_command_parser
+
+        words = launch.launch_words("m", {"num_processes": 2}, [], use_cpu)
+        args = launch_command_parser().parse_args(words)
+        assert (args.multi_gpu, args.cpu, args.num_processes) == (True, False, 2)
+
     def test_every_option_of_a_launch_is_one_of_accelerates(self):
         from accelerate.commands.launch import launch_command_parser
 
