@@ -1,4 +1,4 @@
-"""Keys and values of rows that are being written: each prompt once, nothing padded.
+"""Keys and values of rows that are being written, on a CPU: each prompt once, nothing padded.
 
 A step's stream is one token of each running row, then the prompts of new rows. Rows that enter together are a cohort;
 their own tokens stand in one block a layer, of one length for all, so no mask is needed. What their queries see:
@@ -184,12 +184,16 @@ class Cache:
 
     def _read(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         self._joins &= _is_joined(query, value, scores)
-        lengths = [len(prefix.token_ids) for prefix in self._reading]
-        parts = zip(self._reading, key[0].split(lengths, 1), value[0].split(lengths, 1), strict=True)
-        for prefix, k, v in parts:
-            prefix.keys.append(k.clone(memory_format=torch.contiguous_format))
-            prefix.values.append(v.clone(memory_format=torch.contiguous_format))
-        return over_segments(query, key, value, Segments(tuple(lengths), (-1,) * len(lengths)), scores)[0]
+        return read_prompts(self._reading, query, key, value, scores)
+
+
+def read_prompts(prefixes: Sequence[Prefix], query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    """(N, H, V): attention of one layer in prompts that stand one after the other, which keep their keys and values."""
+    lengths = [len(prefix.token_ids) for prefix in prefixes]
+    for prefix, k, v in zip(prefixes, key[0].split(lengths, 1), value[0].split(lengths, 1), strict=True):
+        prefix.keys.append(k.clone(memory_format=torch.contiguous_format))
+        prefix.values.append(v.clone(memory_format=torch.contiguous_format))
+    return over_segments(query, key, value, Segments(tuple(lengths), (-1,) * len(lengths)), scores)[0]
 
 
 def _of_similar_length(rows: Sequence[Row]) -> list[list[Row]]:
@@ -234,7 +238,7 @@ def _attend(query: Tensor, cohort: Cohort, layer: int, keys: Tensor, values: Ten
 def _is_joined(query: Tensor, value: Tensor, scores: Scores) -> bool:
     """A kernel computes these scores and says what its softmax divided by, so that parts can be joined."""
     plain = scores.softcap is None and scores.sinks is None and scores.window is None
-    return plain and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+    return plain and query.shape[-1] == value.shape[-1]
 
 
 def _flash(
@@ -248,7 +252,7 @@ def _flash(
 def _attend_row_by_row(
     query: Tensor, cohort: Cohort, layer: int, keys: Tensor, values: Tensor, scores: Scores
 ) -> Tensor:
-    """Like `_attend` for any scores and device: each part's keys joined, those out of the window left out."""
+    """Like `_attend` for any scores: each part's keys joined, those out of the window left out."""
     result = values.new_empty(*query.shape[:2], values.shape[-1])
     for prefix, slots in cohort.parts:
         length = len(prefix.token_ids)

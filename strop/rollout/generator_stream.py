@@ -1,7 +1,8 @@
 """Continuous batching on a model that takes packed streams: one round of generation.
 
 A step is one forward pass over a token of each running row and the prompts of rows that enter. Rows leave when they
-end; waiting ones enter, those expected to write most first. The head sees the last position of each row only.
+end; waiting ones enter: first those of prompts that are begun, of them those expected to write most. The head sees the
+last position of each row only.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from strop.models.head import is_plain_linear
 from strop.models.logps import PROBE, logit_transform, output_embedding, verify_transform
 from strop.models.segments import Segments
 from strop.rollout.cache import Cache
+from strop.rollout.cache_slots import SlotCache
 from strop.rollout.rows import Prefix, Row, Stopping, seen_ids
 from strop.rollout.sampling import CHUNK, Draw, draw_, padded_size, uniforms
 from strop.rollout.types import Sampling
@@ -30,8 +32,8 @@ class Stream:
     def __init__(self, model: nn.Module, rows: Sequence[Row], sampling: Sampling, stopping: Stopping, max_rows: int):
         self.sampling, self.stopping, self.max_rows = sampling, stopping, max_rows
         self.waiting = list(rows)
-        self.cache = Cache()
         self.device = base_model(model).get_input_embeddings().weight.device  # type: ignore[operator, union-attr]
+        self.cache = cache_on(self.device)
         self.head = Head(model, sampling.temperature or 1.0)
 
     def run(self, lockstep: bool = False) -> None:
@@ -40,7 +42,7 @@ class Stream:
             self._step(self._entering(), idle=lockstep)
 
     def _goes_on(self, lockstep: bool) -> bool:
-        left = bool(self.waiting or self.cache.cohorts)
+        left = bool(self.waiting or self.cache.rows)
         if not lockstep:
             return left
         flag = torch.tensor(int(left), device=self.device)
@@ -48,14 +50,15 @@ class Stream:
         return bool(flag)
 
     def _entering(self) -> list[Row]:
-        """Rows that enter now, a prompt's together."""
+        """Rows that enter now. Prompts that are begun come first: there are never more of them than places and one, so
+        neither are keys and values."""
         free = self.max_rows - len(self.cache.rows)
         if not self.waiting or free < min(len(self.waiting), max(self.max_rows // ENTRANCE, 1)):
             return []
-        self.waiting.sort(key=lambda row: (-row.expected, row.index))
+        self.waiting.sort(key=lambda row: (not row.prefix.is_begun, -row.expected, row.index))
         count, unread = 0, dict[Prefix, int]()
         for row in self.waiting[:free]:
-            if not row.prefix.keys:
+            if row.prefix.logits is None:
                 unread[row.prefix] = len(row.prefix.token_ids)
             if len(unread) > 1 and sum(unread.values()) > PREFILL_TOKENS:
                 break
@@ -122,6 +125,11 @@ class Stream:
         at = uniforms(self.sampling.seed, [row.number for row in rows], [len(row.token_ids) for row in rows])
         seen = None if self.sampling.repetition_penalty == 1 else seen_ids(rows, logits.device)
         return draw_(logits, at, self.sampling, seen)
+
+
+def cache_on(device: torch.device) -> Cache | SlotCache:
+    """Many small products on a CPU, few large ones elsewhere."""
+    return Cache() if device.type == "cpu" else SlotCache()
 
 
 class Head:

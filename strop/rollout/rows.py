@@ -31,6 +31,11 @@ class Prefix:
     logits: Tensor | None = None
     """(V,) of the token after it, while rows wait for it."""
 
+    @property
+    def is_begun(self) -> bool:
+        """Some row continues it, or has ended."""
+        return self.waiting < self.num_rows
+
     def end(self, num_tokens: int) -> None:
         """A row has ended; after the last one, keys and values are let go."""
         self.lengths.append(num_tokens)

@@ -195,6 +195,23 @@ def test_those_expected_to_write_most_enter_first(monkeypatch):
     assert [rows for rows in entered if rows] == [[2, 3], [1, 0]]
 
 
+def test_prompts_in_memory_are_never_more_than_the_places_and_one(monkeypatch):
+    """Siblings that end at once make the others of their prompt look short, but not wait."""
+    kept, rows, leave = [], [], Cache.leave
+
+    def watch(self, done):
+        rows.extend(row for row in self.rows if row not in rows)
+        leave(self, done)
+        kept.append(sum(bool(prefix.keys) for prefix in {row.prefix for row in rows}))
+
+    monkeypatch.setattr(Cache, "leave", watch)
+    model = llama()
+    model.generation_config.eos_token_id = list(range(48))  # a row has two tokens on average
+    prompts = [[5 + i] for i in range(40) for _ in range(3)]
+    InProcessGenerator(model, max_rows=4).generate(prompts, Sampling(max_tokens=9))
+    assert max(kept) <= 5
+
+
 def ids_with_ends(model, tokenizer=None, **settings) -> list[Completion]:
     return InProcessGenerator(model, tokenizer).generate([[5, 6]] * 40, Sampling(max_tokens=30, **settings))
 
