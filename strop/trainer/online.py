@@ -79,8 +79,7 @@ class OnlinePreferenceTrainer(OnPolicyTrainer):
         self._ref_model = ref_model
         self._ref_guard = LayoutGuard()
         functions, tokenizers = with_reward_model(reward_funcs, reward_processing_classes, args)
-        if judge is not None:
-            check_judge(judge, functions, args)
+        check_preferences(judge, functions, args)
         super().__init__(
             model,
             functions,
@@ -258,8 +257,15 @@ def with_reward_model(functions: Any, tokenizers: Any, args: OnlinePreferenceCon
     return [*several, args.reward_model_path], tokenizers
 
 
-def check_judge(judge: Any, functions: Sequence[Any], args: OnlinePreferenceConfig) -> None:
-    """Refuse a judge beside rewards, and settings of rewards."""
+def check_preferences(judge: Any, functions: Sequence[Any], args: OnlinePreferenceConfig) -> None:
+    """Refuse neither rewards nor a judge, and a judge beside rewards or their settings."""
+    if judge is None:
+        if not functions:
+            raise ValueError(
+                "nothing tells which completion is better; pass reward_funcs (e.g. accuracy_reward), reward_model_path "
+                "in the config, or a judge."
+            )
+        return
     if functions:
         raise ValueError(
             f"there are both a judge ({type(judge).__name__}) and rewards (reward_funcs or reward_model_path); keep "

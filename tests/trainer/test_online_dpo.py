@@ -341,7 +341,7 @@ def test_settings_that_would_do_nothing_are_refused(options, message):
         ({"judge": Says(1.0)}, {}, "both a judge .* and rewards"),
         ({"judge": Says(1.0)}, {"rewards": None, "missing_eos_penalty": 1.0}, "a judge, which gives no rewards"),
         ({"judge": "gpt"}, {"rewards": None}, "no method `judge`"),
-        ({}, {"rewards": None}, "there is no reward"),
+        ({}, {"rewards": None}, "nothing tells which completion is better"),
         ({"compute_metrics": print}, {}, "compute_metrics=.* would have no effect"),
         ({"data_collator": print}, {}, "data_collator=.* would have no effect"),
     ],
