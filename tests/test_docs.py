@@ -36,7 +36,7 @@ def snippets(markdown: str) -> list[tuple[str, str]]:
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch, chat_rows):
+def workplace(tmp_path, monkeypatch, chat_rows, tiny_folder):
     """A folder with the files that documents speak of, as the working directory; nothing is typed."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows))
     (tmp_path / "gsm8k_train.jsonl").write_text(json.dumps({"question": "What is 1 + 2?", "answer": "3"}) + "\n")
@@ -50,6 +50,11 @@ def workplace(tmp_path, monkeypatch, chat_rows):
     steps = {"prompt": "Is ice hot?", "completions": ["Ice is cold.", "So yes."], "labels": [True, False]}
     (tmp_path / "steps.jsonl").write_text(json.dumps(steps) + "\n")
     (tmp_path / "questions.jsonl").write_text('{"prompt": "Is ice hot?"}\n')
+    (tmp_path / "pairs").mkdir()
+    (tmp_path / "pairs" / "train.jsonl").write_text(json.dumps(pair) + "\n")
+    page = (REPOSITORY / "docs" / "pipeline.md").read_text()
+    stages = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "pipeline.yaml").write_text(STAND_IN.sub(str(tiny_folder), stages[1]))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     return tmp_path
@@ -68,7 +73,7 @@ def test_every_snippet_of_a_page_runs(page, workplace, tiny_folder, monkeypatch)
 
 
 def run_command(words: list[str]) -> None:
-    """Run a command of the docs; of the quickstart only the options are read, it has tests of its own."""
+    """Run a command of the docs; quickstart and pipelines, which have tests of their own, up to where they begin."""
     if "..." in words:
         return
     if words[0] == "quickstart":
@@ -77,6 +82,7 @@ def run_command(words: list[str]) -> None:
         return
     if words[0] == "chat" and words[1] == "quickstart":
         return
+    words = [*words, "--dry_run"] if words[0] == "run" else words
     assert main.main(words) == 0, words
 
 
@@ -90,6 +96,12 @@ def test_the_example_config_runs(workplace, tiny_folder):
     config = str(REPOSITORY / "examples" / "sft.yaml")
     assert main.main(["sft", "--config", config, "--model", str(tiny_folder), "--data", "rows.jsonl"]) == 0
     assert (workplace / "sft-from-yaml" / "adapter_model.safetensors").exists()
+
+
+def test_the_example_pipeline_is_ready_to_run(workplace, tiny_folder, capsys):
+    pipeline = str(REPOSITORY / "examples" / "rlhf.yaml")
+    assert main.main(["run", pipeline, f"defaults.model={tiny_folder}", "--dry_run"]) == 0
+    assert " ppo " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("method", "options"), [("dpo", ["--test_pairs", "1"]), ("reward", [])])

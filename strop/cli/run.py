@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from strop.cli.args import Options
 from strop.cli.launch import END_WITH_PARENT
@@ -92,6 +93,7 @@ def main(argv: list[str]) -> int:
     with locked(pipeline.output_dir) as lock:
         state = State(pipeline.output_dir)
         steps = planned(pipeline, state, selected, args.force)
+        state.save()
         show_plan(steps)
         return work(pipeline, state, steps, lock)
 
@@ -244,7 +246,7 @@ def show_plan(steps: Sequence[Step]) -> None:
     table = Table("stage", "command", "plan", "why", "output", box=None, header_style="bold")
     for step in steps:
         stage = step.stage
-        table.add_row(stage.name, stage.command, step.action, step.reason, stage.output)
+        add(table, stage.name, stage.command, step.action, step.reason, stage.output)
     show(table)
 
 
@@ -266,14 +268,18 @@ def show_summary(found: Mapping[str, Mapping[str, Any]]) -> None:
         steps = facts.get("steps") or (f"{facts['rows']} rows" if "rows" in facts else "")
         metrics = [f"{key} {first:.4g} -> {last:.4g}" for key, (first, last) in facts.get("metrics", {}).items()]
         seconds = clock(facts["seconds"]) if "seconds" in facts else ""
-        words = (facts["command"], facts["status"], str(steps), seconds, "\n".join(metrics), facts["folder"])
-        table.add_row(name, *words)
+        add(table, name, facts["command"], facts["status"], str(steps), seconds, "\n".join(metrics), facts["folder"])
     show(table)
     for name, facts in found.items():
         if "results" in facts:
             table = EvalResults.load(facts["folder"]).table()
             table.title = f"{name}: {table.title}"
             show(table)
+
+
+def add(table: Table, *cells: str) -> None:
+    """A row of words as they are: brackets are no markup."""
+    table.add_row(*(Text(cell) for cell in cells))
 
 
 def show(table: Table) -> None:

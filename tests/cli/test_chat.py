@@ -66,6 +66,12 @@ def test_the_templates_end_of_turn_stops_although_it_is_not_the_end_of_sequence(
     assert (answer.num_tokens, answer.finish_reason) == (5, "length")
 
 
+def test_options_may_be_in_a_file(tmp_path, tiny_folder, capsys):
+    (tmp_path / "answer.yaml").write_text(f"model: {tiny_folder}\nprompt: [Ice is]\nmax_new_tokens: 9\n")
+    assert generate_main(["--config", str(tmp_path / "answer.yaml"), "--max_new_tokens", "3"]) == 0
+    assert lines_of(capsys)[0]["num_tokens"] == 3
+
+
 def test_sampling_follows_the_seed(tiny_folder, capsys):
     def draw(seed):
         words = ["--prompt", "Ice is", "--temperature", "1.5", "--seed", str(seed), "--max_new_tokens", "8"]

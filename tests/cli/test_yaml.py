@@ -2,7 +2,7 @@
 
 import pytest
 
-from strop.cli.yaml_config import Setting, apply_environment, read_config
+from strop.cli.yaml_config import Setting, apply_environment, read_config, read_value
 
 
 @pytest.fixture
@@ -48,6 +48,23 @@ def test_every_key_knows_its_line(config):
         "model_init_kwargs": f"{path}:4",
         "seed": f"{path}:6",
     }
+
+
+def test_sections_have_settings_with_lines_of_their_own(config):
+    path = config("env: {A: 1}\nstages:\n  sft:\n    seed: 1\n    lora: {r: 2}\n  dpo:\n")
+    read = read_config(path, {"stages": 2})
+    assert read["env"].value == {"A": 1}
+    assert read["stages"].value["sft"].value == {
+        "seed": Setting(1, f"{path}:4"),
+        "lora": Setting({"r": 2}, f"{path}:5"),
+    }
+    assert read["stages"].value["dpo"] == Setting(None, f"{path}:6")
+
+
+def test_a_value_alone():
+    assert [read_value(text) for text in ("1e-4", "no", "[a, 2]")] == [1e-4, "no", ["a", 2]]
+    with pytest.raises(ValueError, match="put quotes around"):
+        read_value("[a")
 
 
 def test_an_empty_file_says_nothing(config):
