@@ -262,7 +262,7 @@ class Call:
     def invoke(self, rows: Rows) -> Any:
         try:
             return self.called(rows)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             found = self.culprit(error) if len(rows.numbers) > 1 else (rows.numbers[0], error)
             raise self.explained(error, *found) from error
 
@@ -313,7 +313,7 @@ class Call:
         )
         return torch.cat([torch.full((1,), math.nan) if part is None else part for part in parts])
 
-    def explained(self, error: Exception, row: int | None, why: Exception | None) -> ValueError:
+    def explained(self, error: BaseException, row: int | None, why: BaseException | None) -> ValueError:
         """`error` with the function's name, and the row that fails alone as well if there is one."""
         shown = f"{type(why or error).__name__}: {why or error}"
         if row is None:
@@ -324,7 +324,7 @@ class Call:
         completion = repr(self.rows.given["completions"][row])[:200]
         return ValueError(f"reward function {self.function.name} failed on row {row} ({completion}): {shown}")
 
-    def culprit(self, failure: Exception) -> tuple[int | None, Exception | None]:
+    def culprit(self, failure: BaseException) -> tuple[int | None, BaseException | None]:
         """The first row that fails alone as well, in the same way, and the error then; none where that is not found
         within SEARCH_SECONDS."""
         deadline = time.monotonic() + SEARCH_SECONDS
@@ -333,7 +333,7 @@ class Call:
                 break
             try:
                 self.called(self.rows.one(row))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if type(error) is type(failure):
                     return row, error
         return None, None

@@ -1,5 +1,6 @@
 """A completion while it is written: what it continues, what it may still write, and when it ends."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -129,10 +130,15 @@ class Stopping:
         self.tail = max((len(text.encode()) for text in self.texts), default=0) + SLACK
 
     def extend(self, rows: Sequence[Row], draw: Draw) -> set[Row]:
-        """Give each row its token; the rows that end by it."""
+        """Give each row its token; the rows that end by it. Raises ValueError where no distribution was drawn from."""
         done = set()
         lists = zip(rows, draw.token_ids.tolist(), draw.logps.tolist(), draw.sampled_logps.tolist(), strict=True)
         for row, token, logp, sampled_logp in lists:
+            if not math.isfinite(logp):
+                raise ValueError(
+                    f"row {row.index} can't go on after {len(row.token_ids)} tokens: the model's logits are no numbers "
+                    "there (NaN or infinity). Its weights have diverged, or overflow in this precision or temperature"
+                )
             row.token_ids.append(token)
             row.logps.append(logp)
             row.sampled_logps.append(sampled_logp)

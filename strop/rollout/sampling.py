@@ -190,6 +190,6 @@ def _invert(weights: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
     """
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     at = torch.minimum(at, torch.nextafter(cumulative[:, -1], torch.zeros_like(at)))
-    index = torch.searchsorted(cumulative, at[:, None], right=True)
+    index = torch.searchsorted(cumulative, at[:, None], right=True).clamp(max=weights.shape[-1] - 1)  # NaN
     before = torch.where(index > 0, cumulative.gather(-1, (index - 1).clamp(min=0)), 0)
     return index.squeeze(-1), at - before.squeeze(-1)

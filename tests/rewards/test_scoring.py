@@ -188,13 +188,17 @@ def test_a_function_that_is_cancelled_from_inside_is_named():
             RewardFunctions(gives_up, timeout=timeout).score(**FOUR)
 
 
-def test_an_exit_in_an_asynchronous_function_is_a_failure_of_its_own():
-    async def leaves(completions):
+def test_a_function_that_ends_the_program_fails():
+    def leaves(completions):
         raise SystemExit(3)
 
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"leaves failed on row 0 .*SystemExit: 3"):
-            RewardFunctions(leaves).score(**FOUR)
+    async def async_leaves(completions):
+        raise SystemExit(3)
+
+    for function in (leaves, async_leaves, async_leaves):
+        for timeout in (None, 5):
+            with pytest.raises(ValueError, match=r"leaves failed on row 0 .*SystemExit: 3"):
+                RewardFunctions(function, timeout=timeout).score(**FOUR)
 
 
 def test_what_a_function_does_to_its_lists_is_not_seen_by_others():

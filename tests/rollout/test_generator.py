@@ -258,6 +258,18 @@ def test_wrong_prompts_and_budgets_are_refused():
         InProcessGenerator(causal_lm(FAMILIES["gpt2"]())).generate([[1] * 119], SAMPLED)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0}], ids=str)
+def test_weights_that_diverged_are_named(sampling, value):
+    model = llama()
+    model.lm_head.weight.data[3] = value
+    for obstacle in (None, "asked to"):
+        writer = InProcessGenerator(model)
+        writer.obstacle = obstacle
+        with pytest.raises(ValueError, match=r"row \d+ can't go on .* logits are no numbers there .* diverged"):
+            writer.generate([[5], [6]], Sampling(max_tokens=9, **sampling))
+
+
 def test_a_model_in_training_with_adapters_checkpointing_and_dropout(caplog):
     model = llama(attention_dropout=0.5)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.5)
