@@ -226,6 +226,13 @@ ONLINE_TRAINER = {
     "reward_processing_class": Renamed("reward_processing_classes"),
 }
 
+PPO_TRAINER = {
+    "policy": Renamed("model"),
+    "ref_policy": Renamed("ref_model"),
+    "config": Renamed("args"),
+    "dataset": Renamed("train_dataset"),
+}
+
 LABELLED_TRAINER = {
     name: entry
     for name, entry in (REFERENCE_FREE_TRAINER | LABELLED).items()
@@ -254,7 +261,7 @@ OLD_NAMES: dict[str, dict[str, Renamed | Moved | Removed]] = {
     "RLOOConfig": TRAINING | RLOO,
     "PRMConfig": TRAINING | REWARD,
     "PPOConfig": TRAINING | PPO,
-    "PPOTrainer": TRAINER | {"policy": Renamed("model"), "ref_policy": Renamed("ref_model"), "config": Renamed("args")},
+    "PPOTrainer": TRAINER | PPO_TRAINER,
     **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), TRAINER | ON_POLICY_TRAINER),
     **dict.fromkeys(("OnlineDPOConfig", "XPOConfig", "NashMDConfig"), TRAINING | ONLINE),
     **dict.fromkeys(("OnlineDPOTrainer", "XPOTrainer", "NashMDTrainer"), TRAINER | ONLINE_TRAINER),

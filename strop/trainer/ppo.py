@@ -4,6 +4,7 @@ rollouts --scores, KL of each token--> rewards of tokens --GAE with values--> ad
          --clipped ratios--> loss of the policy + vf_coef clipped loss of the values
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -137,7 +138,7 @@ class PPOTrainer(OnPolicyTrainer):
         )
         self.loss_options = {"epsilon": self.args.cliprange, "epsilon_high": self.args.epsilon_high}
         if self.args.num_value_pretraining_steps:
-            self.add_callback(ValuesFirst(self.args.num_value_pretraining_steps))
+            self.add_callback(self._values_first())
 
     # What a run is made of
 
@@ -175,6 +176,15 @@ class PPOTrainer(OnPolicyTrainer):
         if isinstance(reference, FrozenModel):
             reference.model.to(self.args.device)
         return reference
+
+    def _values_first(self) -> ValuesFirst:
+        steps = self.args.num_value_pretraining_steps
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                f"num_value_pretraining_steps={steps} can't keep the policy as it is where FSDP or DeepSpeed hold the "
+                "gradients of several weights as one. Train values before, without them, and pass a value_model."
+            )
+        return ValuesFirst(steps)
 
     def _restart(self) -> None:
         super()._restart()
@@ -258,16 +268,14 @@ class PPOTrainer(OnPolicyTrainer):
         """Put into each rollout what it is measured by, and move kl_coef for the next block."""
         divergences, coef = self.kl(rollouts).sum(-1).tolist(), self.controller.coef
         for rollout, kl, score in zip(rollouts, divergences, self.scores(rollouts).tolist(), strict=True):
-            own = zip(rollout.old_logps or (), rollout.completion_mask, strict=True)
-            measured = {
-                "objective/entropy": -sum(logp for logp, m in own if m),
-                "objective/non_score_reward": -coef * kl,
-            }
-            measured |= {"objective/kl": kl, "kl_coef": coef} if self.reference is not None else {}
-            measured |= (
-                {"objective/scores": score, "objective/rlhf_reward": score - coef * kl} if score == score else {}
-            )
-            rollout.metrics |= {name: (value, 1.0) for name, value in measured.items()}
+            own = zip(rollout.old_logps, rollout.completion_mask, strict=True)  # type: ignore[arg-type]
+            found = {"objective/entropy": -sum(logp for logp, m in own if m)}
+            found["objective/non_score_reward"] = -coef * kl
+            if self.reference is not None:
+                found |= {"objective/kl": kl, "kl_coef": coef}
+            if not math.isnan(score):
+                found |= {"objective/scores": score, "objective/rlhf_reward": score - coef * kl}
+            rollout.metrics |= {name: (value, 1.0) for name, value in found.items()}
         if self.reference is not None and self.trains_policy and not self._is_evaluating:
             self.controller = self.controller.after(sum(divergences) / len(divergences), len(divergences))
 

@@ -242,5 +242,5 @@ class PPOConfig(OnPolicyConfig):
         if self.total_episodes is None or self.max_steps > 0:
             return
         block = self.plan(int(os.environ.get("WORLD_SIZE", 1))).completions_per_block
-        blocks = math.ceil(self.total_episodes / block)
-        self.max_steps = blocks * self.num_mini_batches * self.num_iterations
+        blocks, passes = math.ceil(self.total_episodes / block), self.num_iterations or 1
+        self.max_steps = blocks * self.num_mini_batches * passes
