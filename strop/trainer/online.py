@@ -275,6 +275,7 @@ def check_preferences(judge: Any, functions: Sequence[Any], args: OnlinePreferen
         raise ValueError(f"judge={judge!r} has no method `judge`; pass e.g. PairwiseJudge(model, base_url).")
     checks.no_effect(
         args,
-        {"missing_eos_penalty": None, "reward_weights": None, "reward_timeout": None, "reward_workers": 0},
+        {"missing_eos_penalty": None, "reward_weights": None, "reward_timeout": None, "reward_workers": 0}
+        | {"stop_on_dead_run": False},
         "a judge, which gives no rewards",
     )
