@@ -1,5 +1,6 @@
 """Settings of training on what the policy itself writes."""
 
+import logging
 import os
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -11,6 +12,8 @@ from strop.rollout.types import Sampling
 from . import checks
 from .config import BaseConfig
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class OnPolicyConfig(ModelInitArguments, BaseConfig):
@@ -20,6 +23,8 @@ class OnPolicyConfig(ModelInitArguments, BaseConfig):
         *BaseConfig._VALID_DICT_FIELDS,
         *("model_init_kwargs", "generation_kwargs", "chat_template_kwargs", "transformers_continuous_batching_config"),
     ]
+    best_metric: ClassVar[str | None] = "reward"
+    """What load_best_model_at_end goes by, if metric_for_best_model isn't set; None for the loss."""
     least_generations: ClassVar[int] = 2
     """Completions a prompt that the method needs."""
     fills_blocks: ClassVar[bool] = False
@@ -241,8 +246,20 @@ class OnPolicyConfig(ModelInitArguments, BaseConfig):
             "training on rollouts, which doesn't use it",
         )
         checks.offloading(self.activation_offloading, self.device_type)
+        self._settle_best()
         super().__post_init__()
         self._settle_sizes()
+
+    def _settle_best(self):
+        if self.best_metric is None:
+            return
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            self.metric_for_best_model = self.best_metric
+        elif (self.metric_for_best_model or "").endswith("loss"):
+            logger.warning(
+                "metric_for_best_model=%r is near 0 on rollouts, whatever was learned; %r says what completions earn",
+                self.metric_for_best_model, self.best_metric,
+            )  # fmt: skip
 
     @property
     def sampling(self) -> Sampling:

@@ -1,6 +1,7 @@
 """Settings of training on preferences between completions that the policy takes part in writing."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from strop.losses.preference import PREFERENCE_LOSSES
 
@@ -16,6 +17,8 @@ MAX_NEW_TOKENS = 64
 class OnlinePreferenceConfig(OnPolicyConfig):
     """Settings that trainers on two completions of a prompt share. A list has one value an epoch, the last one from
     there on."""
+
+    best_metric: ClassVar[str | None] = None  # a judge gives no rewards
 
     learning_rate: float = 5e-7
     """Peak learning rate of the optimizer."""

@@ -332,6 +332,20 @@ def test_evaluation_disturbs_nothing(make, prompts):
         assert torch.equal(one, other)
 
 
+def test_user_pain_7_8_the_best_model_is_the_one_that_earns_most(make, prompts, caplog):
+    settings = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
+    settings |= {"save_steps": 1, "max_steps": 3, "learning_rate": 0.5}
+    trainer = make(generator=None, more={"eval_dataset": prompts}, **settings)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert "metric_for_best_model" not in caplog.text
+    rewards = [log["eval_reward"] for log in trainer.state.log_history if "eval_reward" in log]
+    assert trainer.state.best_metric == max(rewards) > min(rewards)
+    with caplog.at_level(logging.WARNING):
+        make(more={"eval_dataset": prompts}, metric_for_best_model="loss", **settings)
+    assert "metric_for_best_model='loss' is near 0 on rollouts" in caplog.text
+
+
 def test_evaluation_is_the_same_each_time_and_has_its_own_group_size(make, prompts):
     trainer = make(generator=None, more={"eval_dataset": prompts}, num_generations_eval=3, per_device_eval_batch_size=4)
     first, second = trainer.evaluate(), trainer.evaluate()
