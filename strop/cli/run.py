@@ -32,6 +32,7 @@ from strop.runs.pipeline import (
     described,
     locked,
     plan,
+    step_of,
 )
 from strop.runs.record import replace_text
 
@@ -224,9 +225,7 @@ def say(text: str) -> None:
 def explain(stage: Stage, code: int) -> None:
     """Say how a stage ended that didn't finish, and how to go on."""
     checkpoint = stage.checkpoint
-    where = (
-        f"at step {checkpoint.rpartition('-')[2]} of {stage.name}" if checkpoint else f"at the start of {stage.name}"
-    )
+    where = f"at {f'step {step_of(checkpoint)}' if checkpoint else 'the start'} of {stage.name}"
     if code == 130:
         print(f"{PROG}: interrupted; the same command (without --force) goes on {where}.", file=sys.stderr)
         return

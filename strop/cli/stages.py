@@ -1,5 +1,6 @@
 """The stages of a pipeline's file: which command each is, with which options, and what is wrong with them."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,10 @@ class Pipeline:
             saves = values.keys() & {"save_strategy", "save_steps", "load_best_model_at_end"}
             values = ({} if saves else CHECKPOINTS) | values
             values["resume_from_checkpoint"] = resumes
+            if resumes and values.get("save_steps", 1) < 1:  # transformers warns of a share that became a number
+                values["save_steps"] = json.loads(Path(str(stage.checkpoint), "trainer_state.json").read_text())[
+                    "save_steps"
+                ]
         return values
 
 

@@ -231,6 +231,10 @@ class TestPlan:
         assert "save_steps" not in config["sft"]
         assert (config["dpo"]["save_steps"], config["dpo"]["save_total_limit"]) == (0.1, 1)
         assert config["dpo"]["model_name_or_path"] == "out/sft"
+        checkpoint = here / "out" / "dpo" / "checkpoint-2"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "trainer_state.json").write_text('{"save_steps": 2}')
+        assert run.read_pipeline("p.yaml", [], None).config("dpo", True)["save_steps"] == 2
 
     def test_what_wins(self, here):
         words = ["sft.max_steps=5", "defaults.seed=3", "dpo.lora_target_modules=[q_proj, v_proj]"]
