@@ -61,11 +61,11 @@ class FunctionEpisodes:
         return rollouts
 
     def _rollout(self, index: int, row: dict[str, Any], given: dict[str, Any]) -> Rollout:
-        prompt, written = _ids(given.pop("prompt_ids")), _ids(given.pop("completion_ids"))
+        prompt, written = (_numbers(name, given.pop(name), index, int, 0) for name in REQUIRED[:2])
         logps, mask = given.pop("logprobs"), given.pop(MASK, None)
-        mask = [1] * len(written) if mask is None else [int(bit) for bit in mask]
+        mask = [1] * len(written) if mask is None else _numbers(MASK, mask, index, int, 0, 1)
         logps = [None] * len(mask) if logps is None else logps
-        logps = [math.nan if logp is None else float(logp) for logp in logps]
+        logps = _numbers("logprobs", [math.nan if logp is None else logp for logp in logps], index, float)
         for name, values in ((MASK, mask), ("logprobs", logps)):
             if len(values) != len(written):
                 raise ValueError(
@@ -88,8 +88,18 @@ class FunctionEpisodes:
         )
 
 
-def _ids(ids: Any) -> list[int]:
-    return [int(i) for i in (ids.tolist() if hasattr(ids, "tolist") else ids)]
+def _numbers(name: str, values: Any, index: int, kind: type, least: float = -math.inf, most: float = math.inf) -> list:
+    """`values` as numbers of a kind. Raises ValueError, with the row, for what is none, or out of range."""
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    for value in values:
+        number = value.item() if hasattr(value, "item") else value
+        fits = isinstance(number, int | float) and (kind is float or float(number).is_integer())
+        if not fits or not (math.isnan(number) or least <= number <= most):
+            what = {"logprobs": "numbers", MASK: "0 and 1"}.get(name, "ids of tokens")
+            raise ValueError(
+                f"rollout_func returned {name} with {str(number)[:40]!r} for row {index} of the batch; they are {what}"
+            )
+    return [kind(value) for value in values]
 
 
 def _per_row(name: str, value: Any, size: int) -> list[Any]:

@@ -99,9 +99,16 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
     """The JSON value that begins at `start`, white space skipped, and where it ends. Raises Unreadable."""
     start += len(text[start:]) - len(text[start:].lstrip())
     try:
-        return json.JSONDecoder(strict=False).raw_decode(text, start)
-    except (json.JSONDecodeError, RecursionError) as error:
+        value, end = json.JSONDecoder(strict=False).raw_decode(text, start)
+        return _writable(value), end
+    except (ValueError, RecursionError) as error:  # ValueError: also of numbers too long for Python
         raise Unreadable(f"the call is no valid JSON ({error})") from error
+
+
+def _writable(value: Any) -> Any:
+    """`value`. Raises ValueError for half of a character (\\ud800), which no tokenizer and no file takes."""
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def _json_calls(value: Any) -> list[ToolCall]:
@@ -275,7 +282,7 @@ def _calls_in_python(body: str) -> list[ToolCall]:
 def _from_python(call: ast.expr) -> ToolCall:
     if not isinstance(call, ast.Call) or call.args:
         raise ValueError("it is no call with keywords only")
-    return ToolCall(ast.unparse(call.func), {str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
+    return ToolCall(ast.unparse(call.func), _writable({str(k.arg): ast.literal_eval(k.value) for k in call.keywords}))
 
 
 SYNTAXES: dict[str, Syntax] = {

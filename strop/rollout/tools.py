@@ -265,6 +265,10 @@ def text_of_result(result: Any, name: str) -> str:
 
     Raises ImageResult for content blocks that are no text.
     """
+    return _encodable(_text(result, name))
+
+
+def _text(result: Any, name: str) -> str:
     if isinstance(result, list | tuple) and result and all(isinstance(b, Mapping) and "type" in b for b in result):
         others = sorted({str(block["type"]) for block in result} - {"text"})
         if others:
@@ -279,4 +283,9 @@ def text_of_result(result: Any, name: str) -> str:
 
 
 def _error(call: ToolCall, reason: str) -> ToolResult:
-    return ToolResult(call.name, json.dumps({"error": reason}, ensure_ascii=False), failed=True)
+    return ToolResult(call.name, _encodable(json.dumps({"error": reason}, ensure_ascii=False)), failed=True)
+
+
+def _encodable(text: str) -> str:
+    """The text with question marks for halves of characters, which no tokenizer takes and no file."""
+    return text.encode("utf-8", "replace").decode()

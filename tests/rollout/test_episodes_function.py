@@ -39,7 +39,7 @@ def test_ids_and_log_probabilities_are_taken_as_they_are(word_tokenizer):
 
 
 def test_a_mask_says_what_the_policy_did_not_write(word_tokenizer):
-    first, second = rollouts(word_tokenizer, GOOD | {"env_mask": [[1, 0, 1], [1]]})
+    first, second = rollouts(word_tokenizer, GOOD | {"env_mask": [[1.0, 0, True], [1]]})
     assert (first.completion_mask, first.logps, first.length) == ([0, 1, 0, 1], [0, -1, 0, -3], 2)
     assert "env_mask" not in first.columns
     assert second.completion_mask == [0, 0, 1]
@@ -81,6 +81,11 @@ def test_an_empty_completion_is_one_cut_short(word_tokenizer):
         (GOOD | {"logprobs": [[-1.0], [-4.0]]}, "3 completion_ids but 1 logprobs for row 0"),
         (GOOD | {"env_mask": [[1, 0, 1], [1, 1]]}, "1 completion_ids but 2 env_mask for row 1"),
         (GOOD | {"prompt_ids": [[], [4]]}, "no prompt_ids for row 0"),
+        (GOOD | {"completion_ids": [[6, 7, -2], [8]]}, "completion_ids with '-2' for row 0 .* ids of tokens"),
+        (GOOD | {"completion_ids": [[6, 7, 2.5], [8]]}, r"completion_ids with '2.5' for row 0"),
+        (GOOD | {"completion_ids": [[6, 7, 2], "x"]}, "completion_ids with 'x' for row 1"),
+        (GOOD | {"env_mask": [[1, 2, 1], [1]]}, "env_mask with '2' for row 0 .* 0 and 1"),
+        (GOOD | {"logprobs": [[-1.0, [-2.0], -3.0], [-4.0]]}, r"logprobs with '\[-2.0\]' for row 0"),
         (GOOD | {"prompt_ids": None}, "returned NoneType as prompt_ids"),
     ],
 )

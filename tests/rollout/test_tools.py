@@ -177,6 +177,22 @@ def test_plain_tools_run_in_the_order_of_rows_and_calls():
     assert seen == ["a", "b", "c", "d"]
 
 
+def test_halves_of_characters_are_replaced():
+    def half(fail: bool) -> str:
+        """Tells half a character.
+
+        Args:
+            fail: As an error.
+        """
+        if fail:
+            raise ValueError("\ud800")
+        return "\ud800"
+
+    box = Toolbox([Tool(half)])
+    ((told, failed),) = ToolRunner().run([(box, [ToolCall("half", {"fail": fail}) for fail in (False, True)])])
+    assert (told.content, failed.content) == ("?", '{"error": "ValueError: ?"}')
+
+
 def stuck() -> str:
     """Never comes back."""
     while True:
