@@ -53,8 +53,8 @@ def workplace(tmp_path, monkeypatch, chat_rows, tiny_folder):
     (tmp_path / "pairs").mkdir()
     (tmp_path / "pairs" / "train.jsonl").write_text(json.dumps(pair) + "\n")
     page = (REPOSITORY / "docs" / "pipeline.md").read_text()
-    stages = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "pipeline.yaml").write_text(STAND_IN.sub(str(tiny_folder), stages[1]))
+    (stages,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "pipeline.yaml").write_text(STAND_IN.sub(str(tiny_folder), stages))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     return tmp_path
