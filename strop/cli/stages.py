@@ -50,9 +50,8 @@ class Pipeline:
             values = ({} if saves else CHECKPOINTS) | values
             values["resume_from_checkpoint"] = resumes
             if resumes and values.get("save_steps", 1) < 1:  # transformers warns of a share that became a number
-                values["save_steps"] = json.loads(Path(str(stage.checkpoint), "trainer_state.json").read_text())[
-                    "save_steps"
-                ]
+                state = Path(str(stage.checkpoint), "trainer_state.json").read_text(encoding="utf-8")
+                values["save_steps"] = json.loads(state)["save_steps"]
         return values
 
 
