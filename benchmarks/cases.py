@@ -5,6 +5,7 @@ give it a line in `CASES`.
 """
 
 import functools
+import random
 import resource
 import statistics
 import tempfile
@@ -45,20 +46,27 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float, float]:
 
 
 class StepClock(TrainerCallback):
-    """CPU and wall seconds of each optimizer step but the first, which warms up, and the losses logged."""
+    """CPU and wall seconds of each optimizer step but the first, which warms up, and the losses logged.
 
-    def __init__(self):
+    With `whole`, from the end of a step to the end of the next: what is done to get a step's batches counts, too.
+    """
+
+    def __init__(self, whole: bool = False):
+        self.whole = whole
+        self.begun = (0.0, 0.0)
         self.cpu: list[float] = []
         self.wall: list[float] = []
         self.losses: list[float] = []
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.begun = cpu_seconds(), time.perf_counter()
+        if not self.whole:
+            self.begun = cpu_seconds(), time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step > 1:
             self.cpu.append(cpu_seconds() - self.begun[0])
             self.wall.append(time.perf_counter() - self.begun[1])
+        self.begun = cpu_seconds(), time.perf_counter()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in (logs or {}):
@@ -134,6 +142,37 @@ def preference(
     return Measured(statistics.median(clock.cpu), statistics.median(clock.wall), losses=clock.losses)
 
 
+def grpo(lib: ModuleType, model: str, given: bool, **options: Any) -> Measured:
+    """Whole optimizer steps of GRPO, or those on `given` completions of 64 random tokens to prompts of 384."""
+    clock, tokenizer = StepClock(whole=True), AutoTokenizer.from_pretrained(model)
+    common = {"per_device_train_batch_size": 8, "num_generations": 8, "beta": 0.0, "temperature": 1.0}
+
+    def by_length(completions: list, **_: Any) -> list[float]:
+        return [float(len(str(completion)) % 7) for completion in completions]
+
+    def written(prompts: list[str], *_: Any) -> dict[str, Any]:
+        dice = random.Random(1)
+        ids = [[dice.randrange(100, 40_000) for _ in range(64)] for _ in prompts]
+        return {"prompt_ids": tokenizer(prompts).input_ids, "completion_ids": ids, "logprobs": None}
+
+    if given:
+        data, more = rows.pairs(tokenizer, 32, 384, 64).select_columns("prompt"), {"rollout_func": written}
+    else:
+        data, more = rows.prompt_completion(32).select_columns("prompt"), {}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = lib.GRPOTrainer(
+            model=model,
+            reward_funcs=by_length,
+            args=lib.GRPOConfig(**settings(folder, 4, **common | options)),
+            train_dataset=data,
+            processing_class=tokenizer,
+            callbacks=[clock],
+            **more,
+        )
+        trainer.train()
+    return Measured(statistics.median(clock.cpu), statistics.median(clock.wall), losses=clock.losses)
+
+
 CASES: dict[str, Callable[[ModuleType, str], Measured]] = {
     "pack_bfd": functools.partial(pack, strategy="bfd"),
     "pack_bfd_split": functools.partial(pack, strategy="bfd_split"),
@@ -146,4 +185,6 @@ CASES: dict[str, Callable[[ModuleType, str], Measured]] = {
     "dpo": functools.partial(preference, kind="DPO", prompt=384, answer=64),
     "dpo_short": functools.partial(preference, kind="DPO", prompt=16, answer=200),
     "reward": functools.partial(preference, kind="Reward", prompt=384, answer=64),
+    "grpo": functools.partial(grpo, given=False, max_completion_length=48, gradient_accumulation_steps=4),
+    "grpo_train": functools.partial(grpo, given=True, max_completion_length=64),
 }

@@ -16,7 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CASES = [
     *("pack_bfd", "pack_bfd_split", "pack_wrapped", "prepare", "prepare_assistant", "sft", "sft_packed", "sft_long"),
-    *("dpo", "dpo_short", "reward"),
+    *("dpo", "dpo_short", "reward", "grpo", "grpo_train"),
 ]
 HEAD = f"{'case':18} {'ours s':>8} {'peer s':>8} {'ratio':>6} {'ours MB':>8} {'peer MB':>8} {'ratio':>6}  ours | peer"
 
