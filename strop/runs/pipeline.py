@@ -196,15 +196,17 @@ class State:
 
     def begin(self, step: Step) -> None:
         """Make room for the stage, and note that it runs."""
-        folder, record = step.stage.folder, self.stages.get(step.stage.name, {})
+        folder, record = step.stage.folder, self.stages.get(step.stage.name)
         if step.action == "run":
             if folder.exists():
-                put_away(step.stage, is_ours="number" in record and not record["is_finished"])
+                put_away(step.stage, record)
             record = {"seconds": 0.0}
-        elif (log := folder / LOG_FILE).is_file() and "began" in record:  # the last attempt's end was not seen
+        elif (
+            record and (log := folder / LOG_FILE).is_file() and "began" in record
+        ):  # the last attempt's end was not seen
             record["seconds"] += max(0.0, log.stat().st_mtime - record["began"])
         now = {"parts": dict(step.parts), "number": step.number, "is_finished": False, "began": time.time()}
-        self.stages[step.stage.name] = record | now
+        self.stages[step.stage.name] = (record or {}) | now
         self.save()
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -226,21 +228,21 @@ def _hex(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def put_away(stage: Stage, is_ours: bool) -> Path | None:
-    """Free the stage's folder: rename it to the first free STAGE.1, STAGE.2, ..., or delete what no step was saved in.
-
-    Only a folder of an unfinished run of the pipeline's own is ever deleted (`is_ours`). Returns the new name.
-    """
-    if is_ours and stage.checkpoint is None:
+def put_away(stage: Stage, record: Mapping[str, Any] | None) -> None:
+    """Free the stage's folder: rename it, or delete it if nothing is lost with it."""
+    if is_worth_keeping(stage, record):
+        stage.folder.rename(aside_of(stage))
+    else:
         shutil.rmtree(stage.folder)
-        return None
-    aside = aside_of(stage)
-    stage.folder.rename(aside)
-    return aside
+
+
+def is_worth_keeping(stage: Stage, record: Mapping[str, Any] | None) -> bool:
+    """False for the folder of a run of the pipeline's own that stopped before a checkpoint."""
+    return record is None or record["is_finished"] or stage.checkpoint is not None
 
 
 def aside_of(stage: Stage) -> Path:
-    """Where the stage's folder would be put."""
+    """Where the stage's folder would be put: the first free one of STAGE.1, STAGE.2, ..."""
     names = (stage.folder.with_name(f"{stage.name}.{number}") for number in range(1, 1_000_000))
     return next(name for name in names if not name.exists())
 
@@ -284,7 +286,8 @@ def identity(step: Step) -> str:
 
 def _judged(stage: Stage, parts: Mapping, record: Mapping | None, is_forced: bool) -> tuple[str, str]:
     """What is to be done for a stage, and why."""
-    aside = f"; {stage.folder} goes to {aside_of(stage).name}" if stage.folder.exists() else ""
+    is_kept = stage.folder.exists() and is_worth_keeping(stage, record)
+    aside = f"; {stage.folder} goes to {aside_of(stage).name}" if is_kept else ""
     if is_forced:
         return "run", f"forced{aside}"
     if record is None:

@@ -109,6 +109,7 @@ class TestStopped:
         folder = here / "out"
         do(planned(folder)["sft"], folder, finishes=False)
         (folder / "sft" / "metrics.jsonl").write_text("torn")
+        assert planned(folder, seed=1)["sft"].reason == "changed: seed null -> 1"
         do(planned(folder)["sft"], folder)
         assert sorted(path.name for path in folder.iterdir()) == ["pipeline.json", "sft"]
         assert not (folder / "sft" / "metrics.jsonl").exists()
