@@ -12,8 +12,8 @@ from strop.rollout.rows import end_ids
 
 from . import checks
 
-UNUSED = {"max_tool_calling_iterations": None, "tool_timeout": None}
-"""Settings of tools, where there are none."""
+SETTINGS = {"max_tool_calling_iterations": None, "tool_timeout": None}
+"""Of tools, where there are none. A function that plays episodes may read them."""
 
 
 def episodes_of(
@@ -28,11 +28,10 @@ def episodes_of(
         several = [name for name, value in given.items() if value]
         if len(several) > 1:
             raise ValueError(f"{' and '.join(several)} are given, but a rollout_func plays whole episodes; keep one.")
-        checks.no_effect(trainer.args, UNUSED, "a rollout_func")
         ends = end_ids(trainer.model, trainer.processing_class)
         return FunctionEpisodes(rollout_func, trainer, trainer.encoder, ends)
     if not tools and not environment_factory:
-        checks.no_effect(trainer.args, UNUSED, "no tools and no environment")
+        checks.no_effect(trainer.args, SETTINGS, "no tools and no environment")
         return SingleTurn(trainer.generator, trainer.encoder)
     return ToolEpisodes(
         trainer.generator,

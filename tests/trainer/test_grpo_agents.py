@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,24 @@ def test_a_model_with_tools_trains_on_what_it_wrote(train):
         assert "tool_response" not in text
         assert text.startswith("<tool_call>")
         assert one.advantage == pytest.approx(0.7070, abs=1e-3) or one.advantage == pytest.approx(-0.7070, abs=1e-3)
+
+
+def test_a_tool_that_hangs_is_a_failed_call(train):
+    def multiply(a: int, b: int) -> int:
+        """Never comes back.
+
+        Args:
+            a: A number.
+            b: Another one.
+        """
+        while True:
+            time.sleep(0.01)
+
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "3 times 4?"}]}] * 2)
+    _, log = train(is_12, rows, tools=[multiply], options={"tool_timeout": 0.05})
+    assert (log["tools/failure_frequency"], log["reward"]) == (1, 0)
+    with pytest.raises(ValueError, match="tool_timeout=1 would have no effect with no tools"):
+        train(is_12, rows, options={"tool_timeout": 1})
 
 
 def test_an_environment_rewards_itself_and_needs_no_rows(train, tmp_path):
