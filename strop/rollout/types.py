@@ -74,6 +74,8 @@ class Sampling:
         ):
             if not legal:
                 raise ValueError(f"{name}={getattr(self, name)} can't be sampled with: {why}")
+        if isinstance(self.stop, str):
+            raise ValueError(f"stop={self.stop!r} is one text; write a tuple of texts, ({self.stop!r},)")
         if "" in self.stop:
             raise ValueError("stop holds an empty text, which every completion contains. Drop it")
 

@@ -137,7 +137,7 @@ def test_uniforms_follow_from_seed_row_and_position():
     ("setting", "value"),
     [
         *(("max_tokens", 0), ("temperature", -1.0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5)),
-        *(("min_p", 2.0), ("repetition_penalty", 0.0), ("stop", ("",))),
+        *(("min_p", 2.0), ("repetition_penalty", 0.0), ("stop", ("",)), ("stop", "a")),
     ],
 )
 def test_settings_that_leave_nothing_to_draw_are_refused(setting, value):
