@@ -143,7 +143,8 @@ class GRPOTrainer(OnPolicyTrainer):
     @property
     def needs_sampling_logps(self) -> bool:
         reads = self.args.vllm_importance_sampling_correction or self.args.off_policy_mask_threshold is not None
-        return reads and not self.samples_itself and not self.is_exact
+        mixes = self.args.dynamic_sampling_rounds > 0 or self.args.replay_buffer_size > 0  # what others have said
+        return reads and not self.samples_itself and not self.is_exact and (self.sampler_speaks or mixes)
 
     def look_ahead(self, batches: list[Batch]) -> None:
         self.settle_entropy()

@@ -46,9 +46,12 @@ class LookUp:
                     own = next(values)[:length] if length else []
                     setattr(rollout, name, [0.0] * rollout.prompt_length + own)
 
-    def knows_all(self, rollouts: Sequence[Rollout]) -> bool:
-        """Whether the generator has said a log-probability of every token, of all processes."""
-        return all(gather_object([all(logp == logp for rollout in rollouts for logp in rollout.logps)]))
+    def known(self, rollouts: Sequence[Rollout]) -> tuple[bool, bool]:
+        """Whether the generator has said log-probabilities of all tokens that were written, and of any, on all
+        processes."""
+        said = [logp == logp for r in rollouts for logp, m in zip(r.logps, r.completion_mask, strict=True) if m]
+        everywhere = gather_object([(all(said), any(said))])
+        return all(every for every, _ in everywhere), any(some for _, some in everywhere)
 
     def is_exact(self, rollouts: Sequence[Rollout], largest: int, read: Callable[[Batch], Tensor]) -> bool:
         """Whether the generator's log-probabilities of the first rollouts are those of the policy that `read` reads."""

@@ -128,6 +128,8 @@ class OnPolicyTrainer(BaseTrainer):
         self.reference: Computed | None = self._settled_reference() if args.beta else None
         self.is_exact: bool | None = None
         """Whether the generator says what a training forward says; None until the first completions are compared."""
+        self.sampler_speaks = True
+        """Whether log-probabilities of the last completions are known at all."""
         self.add_callback(RolloutAlarm())
         self._restart()
         self._say_what_is_constant()
@@ -412,7 +414,8 @@ class OnPolicyTrainer(BaseTrainer):
                 self.lookup.ask(mine, largest, self.reference.logps, "ref_logps")
 
     def _ask_policy(self, mine: Sequence[Rollout], largest: int) -> None:
-        if self.is_exact and self.lookup.knows_all(mine):
+        is_complete, self.sampler_speaks = self.lookup.known(mine)
+        if self.is_exact and is_complete:
             for rollout in mine:
                 rollout.old_logps = rollout.logps
         elif self.needs_old_logps:
