@@ -119,7 +119,6 @@ def run(args: EvalArguments) -> "EvalResults":
 
     from strop.callbacks.log import show_logs
     from strop.evals.evaluate import default_metrics, evaluate
-    from strop.rewards.judges import PairwiseJudge
 
     show_logs()
     disable_progress_bar()
@@ -128,20 +127,32 @@ def run(args: EvalArguments) -> "EvalResults":
     settings = {one.name: getattr(args, one.name) for one in fields(EvalOptions)}
     metrics = settings.pop("metrics") or default_metrics(rows, args.judge is not None, args.dataset_text_field)
     settings |= as_trained(args, LOSS in metrics)
-    judge = None
-    if args.judge is not None:
-        judge = PairwiseJudge(args.judge, args.judge_url, both_orders=args.judge_both_orders)
     return evaluate(
         args.model,
         rows,
         metrics,
         baseline=args.baseline,
-        judge=judge,
+        judge=judge_of(args),
         output_dir=args.output_dir,
         dtype=args.dtype,
         base_model=args.base_model,
         **settings,
     )
+
+
+def check(args: EvalArguments) -> None:
+    """Raise ValueError where `run` would before it loads a model."""
+    from strop.evals.evaluate import Plan
+
+    settings = EvalOptions(**{one.name: getattr(args, one.name) for one in fields(EvalOptions)})
+    Plan(load(args), settings, judge_of(args), args.baseline is not None, None)
+
+
+def judge_of(args: EvalArguments) -> Any:
+    """The judge that is asked for, or None."""
+    from strop.rewards.judges import PairwiseJudge
+
+    return args.judge and PairwiseJudge(args.judge, args.judge_url, both_orders=args.judge_both_orders)
 
 
 def as_trained(args: EvalArguments, takes_loss: bool) -> dict[str, Any]:

@@ -235,17 +235,21 @@ def check_options(stage: Stage, pipeline: Pipeline) -> None:
 
 
 def read_rows(command: str, pipeline: Pipeline, instances: Sequence[Any]) -> None:
-    """Read what a command that doesn't train reads, unless another stage makes it."""
+    """Read and check what a command that doesn't train reads, unless another stage makes it."""
     from strop.cli import eval
     from strop.cli.chat import read_prompts
     from strop.data.sources import load_rows
 
     args = instances[-1]
     path = args.prompts if command == "generate" else args.data
-    if path is None or is_made(pipeline, path):
+    if path is not None and is_made(pipeline, path):
         return
-    read: dict[str, Any] = {"generate": read_prompts, "score": lambda path: load_rows(path, "train")}
-    read.get(command, lambda path: eval.load(args))(path)
+    if command == "eval":
+        eval.check(args)
+    elif command == "score":
+        load_rows(path, "train")
+    elif path is not None:
+        read_prompts(path)
 
 
 def is_made(pipeline: Pipeline, path: str) -> bool:

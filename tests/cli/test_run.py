@@ -269,6 +269,7 @@ class TestPlan:
             "stage dpo: accelerate_config='zero4'",
         ),
         (("stages:", "stage:"), "p.yaml:4: a pipeline has no 'stage'. Did you mean 'stages'?"),
+        (("  dpo: {", "  eval: {max_length: 9, metrics: [think_format], "), "stage eval: max_length=9 has no effect"),
         (("model: sft, data: pairs.jsonl", "model: sft"), "stage dpo: there are no rows to train on"),
     ],
     ids=lambda value: value[1] if isinstance(value, tuple) else "",
