@@ -25,6 +25,9 @@ stages:
 """
 
 
+EVALUATION = "{command: eval, data: prompts.jsonl, max_length: 9, metrics: [think_format]}"
+
+
 def fork(function) -> int:
     """Run `function() -> exit code` in a copy of this process; its id."""
     pid = os.fork()
@@ -269,7 +272,7 @@ class TestPlan:
             "stage dpo: accelerate_config='zero4'",
         ),
         (("stages:", "stage:"), "p.yaml:4: a pipeline has no 'stage'. Did you mean 'stages'?"),
-        (("  dpo: {", "  eval: {max_length: 9, metrics: [think_format], "), "stage eval: max_length=9 has no effect"),
+        (("{model: sft, data: pairs.jsonl, max_steps: 12}", EVALUATION), "stage dpo: max_length=9 has no effect"),
         (("model: sft, data: pairs.jsonl", "model: sft"), "stage dpo: there are no rows to train on"),
     ],
     ids=lambda value: value[1] if isinstance(value, tuple) else "",
