@@ -1,12 +1,17 @@
 """Completions by transformers' `generate`, for models that take no packed stream: with a state, with an encoder.
 
+With virtual tokens everything is read again at each token: peft looks for what `generate` has cached under another name
+than transformers has for it, and puts the virtual tokens before each single one.
+
 Tokens are drawn as everywhere in strop: `generate` is shown logits that leave it one choice. So a row's text follows
 from its number and its prompt here too, and its log-probabilities are exact.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +30,8 @@ def run_by_generate(
     model: nn.Module, rows: Sequence[Row], sampling: Sampling, stopping: Stopping, max_rows: int, lockstep: bool
 ) -> None:
     """Write `rows` to their ends, at most `max_rows` at a time. `lockstep`: ranks make equally many forward passes."""
-    base = base_model(model)
-    batches = batches_of(rows, max_rows, bool(getattr(base, "_is_stateful", False)))
+    base, rereads = base_model(model), has_virtual_tokens(model)
+    batches = batches_of(rows, max_rows, rereads or bool(getattr(base, "_is_stateful", False)))
     num_batches = len(batches)
     if lockstep:
         count = torch.tensor(num_batches, device=next(model.parameters()).device)
@@ -36,6 +41,11 @@ def run_by_generate(
         for i in range(num_batches):
             batch = batches[i] if i < len(batches) else [Row(0, 0, Prefix((0,)), 1)]
             writer = Writer(batch, sampling, stopping)
+            if rereads:
+                write(
+                    writer, [Reader(lambda: nullcontext(model), caches=False)], lambda found: found[0], base, lockstep
+                )
+                continue
             _with_generate(model).generate(  # type: ignore[operator]
                 **padded_inputs(batch, base),
                 logits_processor=[writer],
@@ -44,8 +54,15 @@ def run_by_generate(
             )
 
 
+def has_virtual_tokens(model: nn.Module) -> bool:
+    """Whether an adapter puts virtual tokens before the prompt of a decoder."""
+    adapters = getattr(_with_generate(model), "peft_config", {}).values()
+    return not base_model(model).config.is_encoder_decoder and any(one.is_prompt_learning for one in adapters)
+
+
 def batches_of(rows: Sequence[Row], max_rows: int, stateful: bool) -> list[list[Row]]:
-    """Rows of similar prompts; of equally long ones for a model that carries a state, which padding would enter."""
+    """Rows of similar prompts; of equally long ones for a model that carries a state, which padding would enter, or has
+    virtual tokens, behind which padding would be counted."""
     ordered = sorted(rows, key=lambda row: (len(row.prefix.token_ids), row.index))
     alike = [list(g) for _, g in groupby(ordered, lambda row: len(row.prefix.token_ids))] if stateful else [ordered]
     return [part[i : i + max_rows] for part in alike for i in range(0, len(part), max_rows)]
@@ -109,6 +126,60 @@ class Writer(LogitsProcessor):
             only[places, 0] = float("-inf")
             only[places, draw.token_ids] = 0
         return only
+
+
+def write(
+    writer: Writer,
+    readers: Sequence["Reader"],
+    mixed: Callable[[list[Tensor]], Tensor],
+    base: PreTrainedModel,
+    lockstep: bool = False,
+) -> None:
+    """Write the rows of `writer` to their ends by what is `mixed` of the logits of `readers`."""
+    inputs = padded_inputs(writer.rows, base)
+    while _goes_on(writer.rows, inputs["input_ids"].device, lockstep):
+        logits = mixed([reader.next(**inputs) for reader in readers])
+        tokens = writer(inputs["input_ids"], logits).argmax(-1, keepdim=True)
+        more = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        inputs = {name: torch.cat([inputs[name], more[name]], -1) for name in inputs}
+
+
+def _goes_on(rows: Sequence[Row], device: torch.device, lockstep: bool) -> bool:
+    """Whether a row, in `lockstep` of any rank, has no end yet."""
+    goes_on = any(row.finish_reason is None for row in rows)
+    if lockstep:
+        anywhere = torch.tensor(int(goes_on), device=device)
+        torch.distributed.all_reduce(anywhere, torch.distributed.ReduceOp.MAX)
+        return bool(anywhere)
+    return goes_on
+
+
+class Reader:
+    """A model that reads what it is shown, and keeps what it has read."""
+
+    def __init__(self, acting: Callable[[], AbstractContextManager[nn.Module]], caches: bool):
+        self.acting, self.caches = acting, caches
+        self.cache: Any = None
+        self.num_read = 0
+
+    def next(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """(B, V), float32 or finer: logits of the token after `input_ids` (B, W), which grow from call to call."""
+        positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        with self.acting() as model:
+            device = next(model.parameters()).device
+            named = inspect.signature(base_model(model).forward).parameters
+            name = "cache" if "cache" in named else "past_key_values"
+            options = {"position_ids": positions[:, self.num_read :].to(device), "logits_to_keep": 1, name: self.cache}
+            output = model(
+                input_ids=input_ids[:, self.num_read :].to(device),
+                attention_mask=attention_mask.to(device),
+                use_cache=self.caches,
+                **{name: value for name, value in options.items() if name in named and value is not None},
+            )
+        if self.caches:
+            self.cache, self.num_read = getattr(output, name), input_ids.shape[1]
+        logits = output.logits[:, -1].to(input_ids.device)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class Ends(StoppingCriteria):

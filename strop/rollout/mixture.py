@@ -1,19 +1,17 @@
 """Generators on the reference policy, and on a mixture of it and the policy in training."""
 
-import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from strop.models.forward import base_model, packing_obstacle, refuse_beyond_positions
 from strop.models.reference import Computed, ModelNow
 from strop.rollout.encode import Encoder
 from strop.rollout.episodes import SingleTurn
-from strop.rollout.generate import Writer, batches_of, padded_inputs
+from strop.rollout.generate import Reader, Writer, batches_of, write
 from strop.rollout.generator import InProcessGenerator
 from strop.rollout.rows import Row, Stopping, end_ids, waiting_rows
 from strop.rollout.types import Completion, Generator, Rollout, Sampling
@@ -102,42 +100,7 @@ class MixtureGenerator:
         return [row.completion(sampling) for row in written]
 
     def _write(self, rows: Sequence[Row], sampling: Sampling, stopping: Stopping, caches: bool) -> None:
-        writer, coef = Writer(rows, sampling, stopping), self.coef()
-        inputs = padded_inputs(rows, base_model(self.model))
-        policy, reference = Reader(ModelNow(self.model).acting, caches), Reader(self.reference.acting, caches)
-        while any(row.finish_reason is None for row in rows):
-            logits = (1 - coef) * policy.next(**inputs) + coef * reference.next(**inputs)
-            tokens = writer(inputs["input_ids"], logits).argmax(-1, keepdim=True)
-            ones = torch.ones_like(tokens)
-            inputs = {
-                "input_ids": torch.cat([inputs["input_ids"], tokens], -1),
-                "attention_mask": torch.cat([inputs["attention_mask"], ones], -1),
-            }
-
-
-class Reader:
-    """A model that reads what it is shown, and keeps what it has read."""
-
-    def __init__(self, acting: Callable[[], AbstractContextManager[nn.Module]], caches: bool):
-        self.acting, self.caches = acting, caches
-        self.cache: Any = None
-        self.num_read = 0
-
-    def next(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """(B, V), float32 or finer: logits of the token after `input_ids` (B, W), which grow from call to call."""
-        positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-        with self.acting() as model:
-            device = next(model.parameters()).device
-            named = inspect.signature(base_model(model).forward).parameters
-            name = "cache" if "cache" in named else "past_key_values"
-            options = {"position_ids": positions[:, self.num_read :].to(device), "logits_to_keep": 1, name: self.cache}
-            output = model(
-                input_ids=input_ids[:, self.num_read :].to(device),
-                attention_mask=attention_mask.to(device),
-                use_cache=self.caches,
-                **{name: value for name, value in options.items() if name in named},
-            )
-        if self.caches:
-            self.cache, self.num_read = getattr(output, name), input_ids.shape[1]
-        logits = output.logits[:, -1].to(input_ids.device)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        coef = self.coef()
+        readers = [Reader(acting, caches) for acting in (ModelNow(self.model).acting, self.reference.acting)]
+        writer = Writer(rows, sampling, stopping)
+        write(writer, readers, lambda found: (1 - coef) * found[0] + coef * found[1], base_model(self.model))

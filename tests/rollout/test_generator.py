@@ -5,7 +5,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import (
+    AdaptionPromptConfig,
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -367,6 +374,26 @@ def test_other_models_write_by_generate(name, caplog):
     assert {len(c.token_ids) for c in written if c.finish_reason == "length"} <= {FILTERED.max_tokens}
     if name == "mamba":
         assert_same_logps(model, PROMPTS, written, FILTERED.temperature, atol=1e-4)
+
+
+VIRTUAL = {
+    "p-tuning": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
+    "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "zero-init attention": AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=2),
+}
+
+
+@pytest.mark.parametrize("name", VIRTUAL)
+def test_virtual_tokens_stand_before_a_prompt_once(name):
+    """What is written has the log-probabilities of a training forward, alone or beside longer prompts."""
+    model = get_peft_model(llama(initializer_range=0.3), VIRTUAL[name])
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(0.5 * torch.randn_like(parameter))
+    written = InProcessGenerator(model).generate(PROMPTS, SAMPLED)
+    assert len({x for completion in written for x in completion.token_ids}) > 20
+    assert_same_logps(model, PROMPTS, written, SAMPLED.temperature, atol=2e-5)
 
 
 def test_both_ways_write_the_same(caplog):
