@@ -12,9 +12,10 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.trainer_callback import ExportableState
 
-from strop.callbacks.completions import LogCompletionsCallback, Prompt, append
+from strop.callbacks.completions import LogCompletionsCallback, Prompt, append, as_text
 from strop.models.reference import Computed
 from strop.models.tokenizers import inner_tokenizer
+from strop.rewards.texts import Words
 from strop.rewards.verdicts import verdicts
 
 logger = logging.getLogger(__name__)
@@ -24,11 +25,12 @@ class WinRateCallback(LogCompletionsCallback, ExportableState):
     """At each evaluation `judge` compares completions of the model with those of the baseline, which is the trainer's
     reference, or without one the model as training begins.
 
-    The judge is one of `strop.rewards.verdicts`. Prompts and generation are those of LogCompletionsCallback. Logs
-    `eval_win_rate`, the share of prompts on which the model wins, ties counted half, and with `use_soft_judge`
-    `eval_avg_win_prob`, the mean probability that it does; both are among the metrics that `evaluate` returns. Prompts
-    without a verdict are in neither. Rows {"step", "prompt", "completion", "baseline", "win"} are appended to
-    `<output_dir>/win_rate.jsonl`. What the baseline wrote is part of checkpoints.
+    The judge is one of `strop.rewards.verdicts`; completions of messages are messages, too. Prompts and generation are
+    those of LogCompletionsCallback. Logs `eval_win_rate`, the share of prompts on which the model wins, ties counted
+    half, and with `use_soft_judge` `eval_avg_win_prob`, the mean probability that it does; both are among the metrics
+    that `evaluate` returns. Prompts without a verdict are in neither. Rows {"step", "prompt", "completion", "baseline",
+    "win"} are appended to `<output_dir>/win_rate.jsonl`. What the baseline wrote is part of checkpoints; a trainer has
+    one such callback.
     """
 
     def __init__(
@@ -49,11 +51,14 @@ class WinRateCallback(LogCompletionsCallback, ExportableState):
         """What the baseline wrote, a prompt each."""
 
     def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"baseline": self.baseline}}
+        prompts = [as_text(prompt) for prompt in self.prompts]
+        return {"args": {}, "attributes": {"baseline": self.baseline, "prompts": prompts}}
 
     def on_train_begin(self, args, state, control, model=None, processing_class=None, **kwargs):
-        saved = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
-        self.baseline = saved["attributes"]["baseline"] if saved else None
+        self._refuse_another()
+        name = type(self).__name__
+        saved = state.stateful_callbacks.get(name) if state.global_step else None
+        self.baseline = self._baseline_in(saved["attributes"]) if saved else None
         if state.global_step and not self.baseline and not self._has_reference:
             raise ValueError(
                 f"the run resumes at step {state.global_step}, but its checkpoint doesn't hold what the model wrote "
@@ -62,6 +67,7 @@ class WinRateCallback(LogCompletionsCallback, ExportableState):
             )
         if not self.baseline:
             self._write_baseline(model, processing_class)
+        state.stateful_callbacks[name] = self.state()  # where transformers looks for it in each checkpoint
 
     def on_step_end(self, args, state, control, **kwargs):
         """Completions are written at evaluations."""
@@ -76,7 +82,8 @@ class WinRateCallback(LogCompletionsCallback, ExportableState):
             for prompt, completion, baseline in zip(self.prompts, written, self.baseline, strict=True)
         ]
         with PartialState().split_between_processes(rows) as share:
-            asked = [row["prompt"] for row in share], [(row["completion"], row["baseline"]) for row in share]
+            pairs = [tuple(words(row["prompt"], row[name]) for name in ("completion", "baseline")) for row in share]
+            asked = [row["prompt"] for row in share], pairs
             wins = gather_object(verdicts(self.judge, *asked, args.seed, self.shuffle_order))
         rates = self.rates(wins)
         if metrics is not None:
@@ -104,6 +111,25 @@ class WinRateCallback(LogCompletionsCallback, ExportableState):
             rows = self.complete(model, inner_tokenizer(processing_class), share)
         return [row["completion"] for row in gather_object(rows)]
 
+    def _refuse_another(self) -> None:
+        """A second callback of this kind would log under the same names, and take the first one's baseline."""
+        callbacks = getattr(getattr(self.trainer, "callback_handler", None), "callbacks", [])
+        if sum(isinstance(one, WinRateCallback) for one in callbacks) > 1:
+            raise ValueError(
+                "the trainer has several WinRateCallbacks, whose win rates have one name and would be taken for each "
+                "other's; keep one of them. Other judges can be asked afterwards, by strop.evaluate(judge=...)."
+            )
+
+    def _baseline_in(self, saved: dict[str, Any]) -> list[str] | None:
+        """What the baseline wrote on these prompts, as a checkpoint has it."""
+        prompts = saved.get("prompts")
+        if saved["baseline"] and prompts != self.state()["attributes"]["prompts"]:
+            raise ValueError(
+                f"the checkpoint holds what the baseline wrote on {len(saved['baseline'])} prompts, but those of this "
+                f"WinRateCallback are {len(self.prompts)} others. Resume with the same evaluation set and num_prompts."
+            )
+        return saved["baseline"]
+
     @property
     def _has_reference(self) -> bool:
         return isinstance(getattr(self.trainer, "reference", None), Computed)
@@ -119,3 +145,8 @@ class WinRateCallback(LogCompletionsCallback, ExportableState):
             return
         with self.trainer.reference.acting() as reference:
             yield reference
+
+
+def words(prompt: Prompt, completion: str) -> Words:
+    """A completion as judges and reward functions get it: a text after a text, a message after messages."""
+    return completion if isinstance(prompt, str) else [{"role": "assistant", "content": completion}]

@@ -63,9 +63,9 @@ def score_in(text: str, low: float, high: float) -> float | None:
 
 
 def verdict_in(text: str) -> float | None:
-    """What the last "Better:" says: 1.0 for A, 0.0 for B, 0.5 for a tie."""
-    found = re.findall(r"better\W{1,8}(A|B|tie)\b", text, re.IGNORECASE)
-    return VERDICT[found[-1].lower()] if found else None
+    """What the last "Better:" says: 1.0 for A, 0.0 for B, 0.5 for a tie. "B is better, a joy to read" says nothing."""
+    found = re.findall(r"better\W{0,4}:\W{0,6}(?:answer[\s_]?)?(a tie|tie|A|B)\b", text, re.IGNORECASE)
+    return VERDICT[found[-1].lower().removeprefix("a ")] if found else None
 
 
 async def asked(

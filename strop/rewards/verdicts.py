@@ -124,6 +124,8 @@ def verdicts(
     the seed and the texts. Raises ValueError for another kind of judge, a verdict too few, and a probability that isn't
     one.
     """
+    if not pairs:
+        return []
     if isinstance(judge, BaseBinaryJudge):
         both = [completion for pair in pairs for completion in pair]
         passed = judge.judge([prompt for prompt in prompts for _ in range(2)], both)

@@ -1,5 +1,6 @@
 """Win rates against the model as it was: who wrote what, what counts as a win, and what a resumed run knows."""
 
+import copy
 import json
 from types import SimpleNamespace
 
@@ -121,6 +122,23 @@ def test_a_resumed_run_knows_its_baseline(tiny_llama, watch):
         watch(WinRateCallback(Says(1.0), Logs(), GREEDY, prompts=PROMPTS), tiny_llama, step=3)
 
 
+def test_a_resumed_run_has_the_same_prompts(tiny_llama, watch):
+    first = WinRateCallback(Says(1.0), Logs(), GREEDY, prompts=PROMPTS)
+    watch(first, tiny_llama)
+    other = WinRateCallback(Says(1.0), Logs(), GREEDY, prompts=PROMPTS[::-1])
+    with pytest.raises(ValueError, match="on 4 prompts, but those of this WinRateCallback are 4 others"):
+        watch(other, tiny_llama, step=3, saved={"WinRateCallback": first.state()})
+
+
+def test_judges_are_shown_messages_after_messages(tiny_llama, watch):
+    judge = Says(1.0)
+    asked = [{"role": "user", "content": "Is ice cold?"}]
+    watch(WinRateCallback(judge, Logs(), GREEDY, prompts=[asked]), tiny_llama)()
+    ((first, second),) = judge.pairs
+    assert judge.prompts == [asked]
+    assert first == second == [{"role": "assistant", "content": first[0]["content"]}]
+
+
 def test_in_a_run(tiny_llama, bpe_tokenizer, tmp_path):
     data = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
     args = OnlineDPOConfig(
@@ -137,6 +155,29 @@ def test_in_a_run(tiny_llama, bpe_tokenizer, tmp_path):
     assert found == pytest.approx([2 / 3] * 2)
     assert trainer.evaluate()["eval_win_rate"] == pytest.approx(2 / 3)
     saved = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())
+    assert len(saved["stateful_callbacks"]["WinRateCallback"]["attributes"]["baseline"]) == 3
+    trainer.add_callback(WinRateCallback(Says(1.0), trainer, GREEDY, num_prompts=3))
+    with pytest.raises(ValueError, match="several WinRateCallbacks"):
+        trainer.train()
+
+
+def test_it_may_join_a_run_that_is_resumed(tiny_llama, bpe_tokenizer, tmp_path):
+    """The reference is the baseline; the checkpoints from there on have what it wrote."""
+    data = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
+
+    def trainer(**options):
+        args = OnlineDPOConfig(
+            output_dir=str(tmp_path), use_cpu=True, max_new_tokens=4, save_steps=1, disable_tqdm=True, **options
+        )
+        reward = lambda completions, **_: [float(len(text)) for text in completions]  # noqa: E731
+        model = copy.deepcopy(tiny_llama)
+        return OnlineDPOTrainer(model, None, reward, args, None, data, data, bpe_tokenizer)
+
+    trainer(max_steps=1).train()
+    again = trainer(max_steps=2)
+    again.add_callback(WinRateCallback(Says(1.0), again, GREEDY, num_prompts=3))
+    again.train(resume_from_checkpoint=True)
+    saved = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     assert len(saved["stateful_callbacks"]["WinRateCallback"]["attributes"]["baseline"]) == 3
 
 

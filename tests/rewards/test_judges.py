@@ -78,7 +78,17 @@ def test_scores_are_read_from_the_end(text, score):
 
 @pytest.mark.parametrize(
     ("text", "verdict"),
-    [("Better: A", 1), ("A is longer.\n**Better: B**", 0), ("better: Tie.", 0.5), ("Better: Alice", None), ("A", None)],
+    [
+        ("Better: A", 1),
+        ("A is longer.\n**Better: B**", 0),
+        ("**Better**: Answer_B.", 0),
+        ("better: Tie.", 0.5),
+        ("Better: a tie", 0.5),
+        ("Better: B\nIt is better. A repeats itself, and is no better, a pity.", 0),
+        ("B is better, a joy to read.", None),
+        ("Better: Alice", None),
+        ("A", None),
+    ],
 )
 def test_verdicts(text, verdict):
     assert verdict_in(text) == verdict
