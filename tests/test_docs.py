@@ -99,9 +99,18 @@ def test_the_example_config_runs(workplace, tiny_folder):
 
 
 def test_the_example_pipeline_is_ready_to_run(workplace, tiny_folder, capsys):
+    runpy.run_path(str(REPOSITORY / "examples" / "reviews.py"))["main"](["reviews"])
     pipeline = str(REPOSITORY / "examples" / "rlhf.yaml")
     assert main.main(["run", pipeline, f"defaults.model={tiny_folder}", "--dry_run"]) == 0
     assert " ppo " in capsys.readouterr().out
+
+
+def test_the_example_of_ppo_runs(workplace, tiny_folder, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(REPOSITORY / "examples")
+    example = runpy.run_path(str(REPOSITORY / "examples" / "ppo_sentiment.py"))
+    example["main"](["--model", str(tiny_folder), "--updates", "1", "--num_pairs", "16", "--output_dir", "out"])
+    assert "KL from the model it was, nats a continuation: " in capsys.readouterr().out
+    assert (workplace / "out" / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.parametrize(("method", "options"), [("dpo", ["--test_pairs", "1"]), ("reward", [])])

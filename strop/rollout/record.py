@@ -40,7 +40,7 @@ def write(output_dir: str | Path, name: str, lines: Sequence[Line]) -> Path:
     """Write rollouts/<name>.jsonl; one of that name, from a run that was resumed before it, is replaced."""
     file = Path(output_dir, FOLDER, f"{name}.jsonl")
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w", encoding="utf-8", errors="backslashreplace") as stream:  # halves of characters, from reward functions
+    with file.open("w", encoding="utf-8", errors="backslashreplace") as stream:  # half characters of log_extra
         stream.writelines(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
     return file
 
