@@ -73,13 +73,12 @@ class NashMDTrainer(OnlinePreferenceTrainer):
         refuse_shards(self.args, "Nash-MD, whose mixture reads two models token by token,")
         return MixtureGenerator(self.model, self.reference, lambda: self.now("mixture_coef"), self.processing_class)
 
-    def weights(self, pair: Sequence[Rollout], probability: float | None) -> tuple[float, float]:
-        lead = 0.0 if probability is None else probability - 0.5
-        return lead, -lead
+    def lead(self, probability: float) -> float:
+        return probability - 0.5
 
     def experience(self, rollout: Rollout) -> Experience:
         experience = super().experience(rollout)
-        if rollout.extras["writer"] != "policy" or rollout.extras["preference"] is None:
+        if rollout.extras["writer"] != "policy" or not rollout.extras["trained"]:
             experience.completion_mask = [0] * len(rollout.token_ids)
         return experience
 

@@ -41,7 +41,7 @@ class OnlinePreferenceTrainer(OnPolicyTrainer):
     """An `OnPolicyTrainer` whose rollouts come in pairs; subclasses write `loss`, and who writes the second.
 
     The better one of two is told by `reward_funcs`, those of GRPOTrainer, or by `judge` (`strop.rewards.verdicts`).
-    Pairs without a preference, ties among them, train nothing. The reference is `ref_model` if given, else the model
+    Pairs that nobody can tell apart train nothing. The reference is `ref_model` if given, else the model
     as it is now. `data_collator`, `compute_metrics` and `preprocess_logits_for_metrics` are TRL's, and refused.
     """
 
@@ -206,14 +206,19 @@ class OnlinePreferenceTrainer(OnPolicyTrainer):
         for i, probability in enumerate(found):
             pair = rollouts[2 * i : 2 * i + 2]
             chances = (None, None) if probability is None else (probability, 1 - probability)
-            weights = self.weights(pair, probability)
-            for rollout, chance, weight, writer in zip(pair, chances, weights, self.writers, strict=True):
+            trained = probability is not None and self.is_trained(pair, probability)
+            lead = self.lead(probability) if trained else 0.0  # type: ignore[arg-type]
+            for rollout, chance, weight, writer in zip(pair, chances, (lead, -lead), self.writers, strict=True):
                 rollout.advantage = weight
-                rollout.extras |= {"preference": chance, "writer": writer}
+                rollout.extras |= {"preference": chance, "writer": writer, "trained": trained}
 
-    def weights(self, pair: Sequence[Rollout], probability: float | None) -> tuple[float, float]:
-        """What stands as their advantage in the batch."""
-        raise TypeError(f"{type(self).__name__} must define `weights`")
+    def is_trained(self, pair: Sequence[Rollout], probability: float) -> bool:
+        """Whether a pair on which there is a verdict is trained."""
+        return not (self.args.mask_truncated_completions and any(one.finish_reason == "length" for one in pair))
+
+    def lead(self, probability: float) -> float:
+        """What stands as the first one's advantage in the batch; the second one's is the opposite."""
+        raise TypeError(f"{type(self).__name__} must define `lead`")
 
     def measured_rewards(self, rollouts: Sequence[Rollout], group: int) -> Metrics:
         found = [rollout.extras["preference"] for rollout in rollouts[::2]]

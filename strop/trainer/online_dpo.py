@@ -3,6 +3,7 @@
 log pi of both - log ref of both = log-ratios  --a line of PREFERENCE_LOSSES, by the chance of either order-->  loss
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,7 +41,7 @@ class OnlineDPOConfig(OnlinePreferenceConfig):
 
     soft_preferences: bool = False
     """Weigh both orders of a pair by their chances, a judge's or by Bradley-Terry those of the rewards, instead of
-    taking the likelier one for certain."""
+    taking the likelier one for certain. Ties then train as well: towards no difference."""
 
     def __post_init__(self):
         checks.one_of("loss_type", self.loss_type, ONLINE_LOSSES)
@@ -61,6 +62,11 @@ class Told:
     def log_ratios(self) -> Tensor:
         return self.policy - self.reference
 
+    @property
+    def without_ties(self) -> "Told":
+        kept = self.label != 0.5
+        return Told(self.policy[kept], self.reference[kept], self.lengths[kept], self.label[kept])
+
     def better(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """(n, 2) of first and second as (n,) of the likely better and worse one."""
         is_first = self.label > 0.5
@@ -79,8 +85,8 @@ class OnlineDPOTrainer(OnlinePreferenceTrainer):
     Metrics: `objective/kl`, `objective/entropy` (log pi/ref and -log pi of a completion, nats),
     `objective/non_score_reward` (-beta kl), with rewards `objective/scores`, `objective/scores_margin`,
     `objective/rlhf_reward` and GRPO's; `rewards/chosen`, `rewards/rejected`, `rewards/margins` (beta log pi/ref),
-    `rewards/accuracies` (ties count half), `logps/chosen`, `logps/rejected`, `val/contain_eos_token`,
-    `preferences/ties` and `preferences/no_verdict` (shares of pairs, which train nothing), `beta`. Padding is in none.
+    `rewards/accuracies` (equal ones count half), `logps/chosen`, `logps/rejected`, `val/contain_eos_token`,
+    `preferences/ties` and `preferences/no_verdict` (shares of pairs), `beta`. Padding is in none.
     """
 
     config_class = OnlineDPOConfig
@@ -90,16 +96,16 @@ class OnlineDPOTrainer(OnlinePreferenceTrainer):
     def pair_loss(self):
         return PREFERENCE_LOSSES[self.args.loss_type]
 
-    def weights(self, pair: Sequence[Rollout], probability: float | None) -> tuple[float, float]:
-        cut_off = any(rollout.finish_reason == "length" for rollout in pair)
-        if probability in (None, 0.5) or (self.args.mask_truncated_completions and cut_off):
-            return 0.0, 0.0
+    def is_trained(self, pair: Sequence[Rollout], probability: float) -> bool:
+        is_told = self.args.soft_preferences or probability != 0.5
+        return is_told and super().is_trained(pair, probability)
+
+    def lead(self, probability: float) -> float:
         lead = 2 * probability - 1
-        lead = lead if self.args.soft_preferences else 1.0 if lead > 0 else -1.0
-        return lead, -lead
+        return lead if self.args.soft_preferences else math.copysign(1.0, lead)
 
     def experience(self, rollout: Rollout) -> Experience:
-        mask = rollout.completion_mask if rollout.advantage else [0] * len(rollout.token_ids)
+        mask = rollout.completion_mask if rollout.extras["trained"] else [0] * len(rollout.token_ids)
         return Experience(
             rollout.token_ids, rollout.prompt_length, mask, rollout.advantage, ref_logps=rollout.ref_logps
         )
@@ -148,7 +154,8 @@ class OnlineDPOTrainer(OnlinePreferenceTrainer):
         }
 
     def pair_metrics(self, told: Told) -> Metrics:
-        beta = self.now("beta")
+        beta, size = self.now("beta"), len(told.label)
+        told = told.without_ties
         chosen, rejected = told.better(beta * told.log_ratios.detach())
         logps_chosen, logps_rejected = told.better(told.policy.detach())
         values = {
@@ -159,7 +166,7 @@ class OnlineDPOTrainer(OnlinePreferenceTrainer):
             "logps/chosen": logps_chosen,
             "logps/rejected": logps_rejected,
         }
-        return {**means_of(values, len(chosen)), "beta": (beta * len(chosen), len(chosen))}
+        return {**means_of(values, len(chosen)), "beta": (beta * size, size)}
 
     def derived(self, metrics):
         metrics = super().derived(metrics)

@@ -11,6 +11,7 @@ from strop.models.logps import TokenScores
 from strop.models.reference import FrozenModel
 from strop.rewards import BasePairwiseJudge
 from strop.rollout.mixture import MixtureGenerator
+from strop.rollout.types import Rollout
 from strop.trainer.nash_md import NashMDConfig, NashMDTrainer
 
 
@@ -57,6 +58,14 @@ def test_only_the_policys_completion_is_read(make, monkeypatch):
     assert log["rewards/probabilities"] == pytest.approx(1.4 / 3)
     assert log["rewards/accuracies"] == pytest.approx(0.5)
     assert (log["preferences/ties"], log["preferences/no_verdict"]) == (0.25, 0.25)
+
+
+def test_a_win_over_what_was_cut_off_can_be_left_out(make):
+    trainer = make(rewards=None, more={"judge": Says(0.7)}, mask_truncated_completions=True)
+    ends = ["stop", "length", "length", "stop", "stop", "stop"]
+    rollouts = [Rollout({"prompt": "p"}, [1, 2], [0, 1], [0.0, 0.0], end, prompt_length=1) for end in ends]
+    trainer._finish(rollouts, 2)
+    assert [any(trainer.experience(rollout).completion_mask) for rollout in rollouts] == [False] * 4 + [True, False]
 
 
 def test_the_mixture_is_of_now(make, prompts):

@@ -19,7 +19,7 @@ from strop.models.logps import TokenScores
 from strop.models.reference import AdapterOff, FrozenModel
 from strop.rewards import BasePairwiseJudge
 from strop.rollout.types import Rollout
-from strop.trainer.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+from strop.trainer.online_dpo import OnlineDPOConfig, OnlineDPOTrainer, Told
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "online_losses.json").read_text())["online_dpo"]
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -115,7 +115,10 @@ class Says(BasePairwiseJudge):
         return [self.found[i % len(self.found)] for i in range(len(pairs))]
 
 
-JUDGED = {"hard": [1, -1, -1, 1, 0, 0, 0, 0], "soft": [0.6, -0.6, -0.8, 0.8, 0, 0, 0, 0]}
+JUDGED = {
+    "hard": ([1, -1, -1, 1, 0, 0, 0, 0], [True] * 4 + [False] * 4),
+    "soft": ([0.6, -0.6, -0.8, 0.8, 0, 0, 0, 0], [True] * 6 + [False] * 2),
+}
 
 
 @pytest.mark.parametrize("kind", JUDGED)
@@ -124,8 +127,9 @@ def test_a_judge_says_which_is_better(kind, make):
     trainer = make(rewards=None, more={"judge": judge}, soft_preferences=kind == "soft", max_steps=1)
     trainer.train()
     experiences = trainer.buffer.experiences
-    assert [one.advantage for one in experiences] == pytest.approx(JUDGED[kind])
-    assert [any(one.completion_mask) for one in experiences] == [True] * 4 + [False] * 4
+    advantages, trained = JUDGED[kind]
+    assert [one.advantage for one in experiences] == pytest.approx(advantages)
+    assert [any(one.completion_mask) for one in experiences] == trained
     log = trainer.state.log_history[0]
     assert (log["preferences/ties"], log["preferences/no_verdict"]) == (0.25, 0.25)
     assert log["loss"] == pytest.approx(math.log(2), abs=1e-6)
@@ -133,6 +137,19 @@ def test_a_judge_says_which_is_better(kind, make):
     (file,) = Path(trainer.args.output_dir, "rollouts").iterdir()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["preference"] for line in lines] == pytest.approx([0.8, 0.2, 0.1, 0.9, 0.5, 0.5, None, None])
+    assert [line["trained"] for line in lines] == trained
+
+
+def test_a_soft_tie_brings_its_two_together(make):
+    """It is trained, towards no margin, and is in no count of which is better."""
+    trainer = make(rewards=None, more={"judge": Says(0.5)}, soft_preferences=True, beta=0.5)
+    ratios = doubles([[2.0, -1.0]]).requires_grad_()
+    told = Told(ratios, torch.zeros_like(ratios), torch.tensor([[3, 3]]), doubles([0.5]))
+    loss, metrics = trainer.losses(told)
+    loss.sum().backward()
+    push = 0.5 * (torch.sigmoid(doubles(1.5)) - 0.5)  # d/dh of -(log s(bh) + log s(-bh)) / 2 is b (s(bh) - 1/2)
+    torch.testing.assert_close(ratios.grad, torch.stack([push, -push])[None], **EXACT)
+    assert (metrics["rewards/accuracies"][1], metrics["objective/kl"][1], metrics["beta"][1]) == (0, 2, 1)
 
 
 def test_pairs_without_a_preference_train_nothing(make, tiny_llama, caplog):
