@@ -1,7 +1,9 @@
 """`strop eval`: what a model is worth on rows, alone or against another one."""
 
 import json
+import sys
 from collections.abc import Mapping
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,7 @@ ALIASES = {
     "dataset": "data",
     "reward_model_name_or_path": "reward_model",
 }
-RECORDED = ("dataset_text_field", "assistant_only_loss", "completion_only_loss")
+RECORDED = ("dataset_text_field", "assistant_only_loss", "completion_only_loss", "train_on_turns")
 """What the record of a training tells of its loss."""
 SPLITS = ("test", "validation", "train")
 """What is evaluated on where no split is named: the first of these that there is."""
@@ -79,7 +81,7 @@ class EvalArguments(EvalOptions, LoadArguments):
     by the seed."""
 
     output_dir: str | None = None
-    """Folder for results.json and every answer with its rewards, a JSON line each."""
+    """Folder for results.json, every answer with its rewards, and what is said of each row, a JSON line each."""
 
     json: bool = False
     """Print the results as JSON instead of a table."""
@@ -108,7 +110,9 @@ def main(argv: list[str]) -> int:
     config = options.read(words).get("config")
     file = apply_environment(read_config(config.value)) if config else {}
     args, _ = options.build(options.read(words, file))
-    show(args, run(args))
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():  # where what reward functions print goes, too
+        results = run(args)
+    show(args, results)
     return 0
 
 
@@ -161,7 +165,10 @@ def as_trained(args: EvalArguments, takes_loss: bool) -> dict[str, Any]:
 
     record = settings_of_run(args.model)
     names = ["chat_template_kwargs", *(RECORDED if takes_loss else ())]
-    return {name: record[name] for name in names if getattr(args, name) is None and record.get(name) is not None}
+    found = {name: record[name] for name in names if getattr(args, name) is None and record.get(name) is not None}
+    if args.assistant_only_loss is False or found.get("train_on_turns") == "expand":  # which trains all turns, too
+        found.pop("train_on_turns", None)
+    return found
 
 
 def load(args: EvalArguments) -> list[dict[str, Any]]:
@@ -203,7 +210,7 @@ def show(args: EvalArguments, results: "EvalResults") -> None:
     from strop.evals.results import WIDTH
 
     if args.json:
-        print(json.dumps(results.to_dict(), ensure_ascii=False))
+        print(json.dumps(results.to_dict()))
         return
     console = Console(soft_wrap=True)
     if not console.is_terminal:

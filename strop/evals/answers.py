@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from strop.data.formats import Row, maybe_convert_to_chatml
 from strop.data.prompts import maybe_extract_prompt
 from strop.data.turns import stop_token_ids
+from strop.models.forward import base_model, learned_positions
 from strop.rewards.function import HIDDEN
 from strop.rewards.scoring import RewardFunctions
 from strop.rewards.texts import Words
@@ -78,6 +79,7 @@ def answers(
     if tokenizer.chat_template:
         ends = {*sampling.stop_token_ids, *stop_token_ids(tokenizer)}
         sampling = Sampling(**{**vars(sampling), "stop_token_ids": tuple(sorted(ends))})
+    refuse_long_prompts(model, encoder, rows, sampling.max_tokens)
     found: list[list[Answer]] = []
     step = max(1, PIECE // num_samples)
     for start in range(0, len(rows), step):
@@ -99,6 +101,28 @@ def answers(
         found += [piece[i : i + num_samples] for i in range(0, len(piece), num_samples)]
         logger.info("answered %d of %d prompts", len(found), len(rows))
     return found
+
+
+def refuse_long_prompts(model: nn.Module, encoder: Encoder, rows: Sequence[Row], max_new_tokens: int) -> None:
+    """Raises ValueError, before anything is answered, for a prompt that leaves an answer no room among the positions
+    that the model has learned; warns of one beyond those it was trained on."""
+    base = base_model(model)
+    if not isinstance(base, PreTrainedModel) or base.config.is_encoder_decoder:
+        return
+    learned = learned_positions(base)
+    known = learned or getattr(base.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    for index, row in enumerate(rows):
+        length = len(encoder.prompt_ids(asked(row, index)))
+        if length + max_new_tokens <= known:
+            continue
+        text = (
+            f"the prompt of row {index} has {length} tokens, with max_new_tokens={max_new_tokens} beyond the {known} "
+            f"positions of {type(base).__name__}. Lower max_new_tokens, or leave such rows out."
+        )
+        if learned:
+            raise ValueError(text)
+        logger.warning("%s It was not trained on so long rows", text)
+        return
 
 
 def rewarded(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from strop.evals.answers import Answer
 from strop.evals.harness import TaskScore, compared
@@ -18,7 +19,7 @@ from strop.evals.statistics import (
     proportion_difference,
     sign_test,
 )
-from strop.rewards.judges import BasePairwiseJudge
+from strop.rewards.verdicts import verdicts
 
 Values = Sequence[Sequence[float]]
 """Of each prompt, what its samples say; none of a sample to which a reward doesn't apply."""
@@ -108,6 +109,8 @@ class Comparison:
         self.options, self.ours, self.theirs = options, ours, theirs
         self.metrics: dict[str, Metric] = {}
         self.notes: list[str] = []
+        self.verdicts: list[list[float | None]] = []
+        """Of each row, the judge's chance that the model's answer is better, sample by sample."""
         self.add_losses()
         self.add_pairs()
         names = dict.fromkeys(name for several in ours.answers for answer in several for name in answer.rewards)
@@ -140,8 +143,12 @@ class Comparison:
         if empty := sum(not one.weight for one in ours):
             self.notes.append(f"{empty} of {len(ours)} rows have no token to take the loss of")
         self.add(LOSS, ours, theirs)
-        if LOSS in self.metrics:
+        if LOSS not in self.metrics:
+            return
+        try:
             self.metrics["perplexity"] = transformed(self.metrics[LOSS], math.exp)
+        except OverflowError:
+            self.notes.append("perplexity is left out: e to the loss is beyond what numbers hold")
 
     def add_pairs(self) -> None:
         ours, theirs = self.ours.margins, None if self.theirs is None else self.theirs.margins
@@ -181,27 +188,38 @@ class Comparison:
         self.add("answer_tokens", lengths[0], lengths[1] if len(both) > 1 else None)
         self.add("answer_ended", ended[0], ended[1] if len(both) > 1 else None, is_share=True)
 
-    def add_judgements(self, judge: BasePairwiseJudge) -> None:
-        """Whose answer `judge` finds better, sample by sample."""
+    def add_judgements(self, judge: Any) -> None:
+        """Whose answer `judge`, of any kind, finds better, sample by sample."""
         assert self.theirs is not None
         pairs = [
             pair
             for ours, theirs in zip(self.ours.answers, self.theirs.answers, strict=True)
             for pair in zip(ours, theirs, strict=True)
         ]
-        found = judge.judge(
-            [ours.prompt for ours, _ in pairs],
-            [(ours.completion, theirs.completion) for ours, theirs in pairs],
-            return_scores=True,
-            seed=self.options.seed,
-        )
-        values: list[list[float]] = [[] for _ in self.ours.answers]
+        prompts, texts = [ours.prompt for ours, _ in pairs], [(a.completion, b.completion) for a, b in pairs]
+        found = verdicts(judge, prompts, texts, self.options.seed)
+        self.verdicts = [[] for _ in self.ours.answers]
         for (ours, _), chance in zip(pairs, found, strict=True):
-            if chance is not None:
-                values[ours.row].append(chance)
-        if missing := sum(chance is None for chance in found):
+            self.verdicts[ours.row].append(chance)
+        if missing := found.count(None):
             self.notes.append(f"the judge gave no verdict on {missing} of {len(found)} pairs of answers")
-        self.add_wins("win_rate/judge", totals_of(values))
+        known = [[chance for chance in several if chance is not None] for several in self.verdicts]
+        self.add_wins("win_rate/judge", totals_of(known))
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Of each row what was measured of it and no answer holds."""
+        columns: dict[str, Sequence[Any]] = {}
+        for prefix, of in (("", self.ours), ("baseline_", self.theirs)):
+            if of is not None and of.losses:
+                columns[f"{prefix}loss"] = [one.total / one.weight if one.weight else None for one in of.losses]
+                columns[f"{prefix}num_tokens"] = [int(one.weight) for one in of.losses]
+            if of is not None and of.margins:
+                columns[f"{prefix}margin"] = of.margins
+        if self.verdicts:
+            columns["verdicts"] = self.verdicts
+        size = len(next(iter(columns.values()), ()))
+        return [{"row": i} | {name: values[i] for name, values in columns.items()} for i in range(size)]
 
 
 def signs(margins: Sequence[float]) -> list[Total]:

@@ -22,11 +22,12 @@ from strop.models.forward import base_model as unwrapped
 from strop.models.load import load_to_use, task_of
 from strop.rewards.from_model import RewardModel
 from strop.rewards.function import name_of as name_of_reward
-from strop.rewards.judges import BasePairwiseJudge
 from strop.rewards.scoring import RewardFunctions
 from strop.rollout.types import Sampling
 
 Model = str | Path | nn.Module
+OWN_NAMES = (*GIVEN_ANSWERS, "perplexity", "answer_tokens", "answer_ended")
+"""Names of metrics that no reward may have."""
 
 
 def evaluate(
@@ -37,7 +38,7 @@ def evaluate(
     baseline: Model | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     baseline_tokenizer: PreTrainedTokenizerBase | None = None,
-    judge: BasePairwiseJudge | None = None,
+    judge: Any = None,
     output_dir: str | Path | None = None,
     dtype: str | None = None,
     base_model: str | None = None,
@@ -47,15 +48,19 @@ def evaluate(
 
     `metrics` is one or several of "loss", "pairs", and rewards: names, functions or reward models. `baseline` is a
     second model that is measured on the same rows; every metric then comes with the difference, its interval and
-    p-value, rewards other than 0 and 1 with a win rate, and `judge` says whose answer is better. A model is a name, a
+    p-value, rewards other than 0 and 1 with a win rate, and `judge`, of `strop.rewards.verdicts`, says whose answer is
+    better. A model is a name, a
     folder (adapters too) or an object with its tokenizer. `options` are the fields of `EvalOptions`, e.g.
-    `num_samples=8, k=[1, 8]`. With `output_dir`, results.json and every answer are written there.
+    `num_samples=8, k=[1, 8]`. With `output_dir`, results.json, rows.jsonl and every answer are
+    written there.
 
     Raises ValueError for rows that lack what a metric needs, and for options that no metric reads.
     """
     named = [metrics] if isinstance(metrics, (str, Path)) or callable(metrics) else list(metrics)
-    wanted = EvalOptions(metrics=named, **options)
+    wanted = EvalOptions(metrics=[one for i, one in enumerate(named) if one not in named[:i]], **options)
     plan = Plan(list(islice(rows, wanted.limit)), wanted, judge, baseline is not None, output_dir)
+    for one in (model, baseline):
+        plan.refuse_kind(one)
     ours, theirs = plan.measure(*loaded(model, tokenizer, dtype, base_model), ANSWERS_FILE), None
     if baseline is not None:
         theirs = plan.measure(*loaded(baseline, baseline_tokenizer, dtype, None), BASELINE_FILE)
@@ -70,6 +75,7 @@ def evaluate(
         comparison.notes,
         ours.answers,
         theirs.answers if theirs is not None else [],
+        comparison.rows,
     )
     if output_dir is not None:
         results.save(output_dir)
@@ -91,12 +97,19 @@ def loaded(
         if tokenizer is None:
             raise ValueError(f"{name_of(model)} is an object, so its tokenizer must be given too: tokenizer=...")
         return model, tokenizer
+    scores = {"auto_class": AutoModelForSequenceClassification, "num_labels": 1} if gives_scores(model) else {}
+    ready, own = load_to_use(str(model), dtype, base_model, **scores)
+    return ready, own if tokenizer is None else tokenizer
+
+
+def gives_scores(model: Model) -> bool:
+    """Whether it is a reward model. Raises ValueError for a name that is no model's, and for judges of steps."""
+    if isinstance(model, nn.Module):
+        return type(unwrapped(model)).__name__.endswith("ForSequenceClassification")
     task = task_of(str(model))
     if task == "TOKEN_CLS":
         raise ValueError(f"{model} judges steps of solutions; ask it with: strop score {model}")
-    scores = {"auto_class": AutoModelForSequenceClassification, "num_labels": 1} if task == "SEQ_CLS" else {}
-    ready, own = load_to_use(str(model), dtype, base_model, **scores)
-    return ready, own if tokenizer is None else tokenizer
+    return task == "SEQ_CLS"
 
 
 def default_metrics(rows: Sequence[Row], judges: bool = False, text_field: str | None = None) -> list[str]:
@@ -122,7 +135,7 @@ class Plan:
         self,
         rows: Sequence[Row],
         options: EvalOptions,
-        judge: BasePairwiseJudge | None,
+        judge: Any,
         compares: bool,
         output_dir: str | Path | None,
     ):
@@ -139,6 +152,8 @@ class Plan:
             raise ValueError(f"metrics={self.metrics} are of rows, but there are none.")
         if judge is not None and not compares:
             raise ValueError("a judge compares two models, but there is one; name the other as baseline.")
+        if judge is not None and not callable(getattr(judge, "judge", None)):
+            raise ValueError(f"judge={judge!r} has no method `judge`; pass e.g. PairwiseJudge(model, base_url).")
         options.refuse_unused(self.generates, bool(rewards), self.metrics)
         self.check_rows()
         self.rewards = RewardFunctions(rewards) if rewards else None
@@ -146,7 +161,20 @@ class Plan:
             for function in self.rewards.functions:
                 if isinstance(function.function, RewardModel):
                     function.function.batch_size = options.batch_size
+            taken = [name for name in self.rewards.names if name in OWN_NAMES]
+            if taken:
+                raise ValueError(
+                    f"the reward {taken[0]!r} has the name of another metric, and one would hide the other; rename it."
+                )
             self.rewards.check([*columns_of([asked(row, i) for i, row in enumerate(self.rows[:CHECKED_ROWS])])])
+
+    def refuse_kind(self, model: Model | None) -> None:
+        """Raises ValueError for no model, and for a reward model that would have to write, before any is measured."""
+        if model is not None and gives_scores(model) and (self.generates or LOSS in self.metrics or self.options.tasks):
+            raise ValueError(
+                f"{name_of(model)} is a reward model, which scores answers and writes none: pairs is what it can be "
+                "measured by. As a measure of another model it goes among the metrics, or --reward_model."
+            )
 
     def check_rows(self) -> None:
         """Raises ValueError if rows lack what is measured, as far as the first ones show."""
@@ -170,18 +198,14 @@ class Plan:
             max_length=options.max_length,
             completion_only=options.completion_only_loss,
             assistant_only=bool(options.assistant_only_loss),
+            turns=options.train_on_turns or "all",
             template_options=options.chat_template_kwargs or {},
         )
 
     def measure(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, file: str) -> Measured:
         """What `model` does on each row; its answers go into `file` as they come."""
         options, found = self.options, Measured()
-        found.scores = type(unwrapped(model)).__name__.endswith("ForSequenceClassification")
-        if found.scores and (self.generates or LOSS in self.metrics or options.tasks):
-            raise ValueError(
-                f"{name_of(model)} is a reward model, which scores answers and writes none: pairs is what it can be "
-                "measured by. As a measure of another model it goes among the metrics, or --reward_model."
-            )
+        found.scores = gives_scores(model)
         if LOSS in self.metrics:
             found.losses = row_losses(model, tokenizer, self.rows, self.recipe, options.batch_size)
         if PAIRS in self.metrics:

@@ -67,7 +67,7 @@ def run(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: EvalOptio
         size = (found.get("n-samples") or {}).get(task, {}).get("effective") or len(samples.get(task, ()))
         for key, value in values.items():
             name, _, kind = key.partition(",")
-            if not isinstance(value, (int, float)) or name.endswith("_stderr") or not kind:
+            if not isinstance(value, (int, float)) or not math.isfinite(value) or name.endswith("_stderr") or not kind:
                 continue
             error = values.get(f"{name}_stderr,{kind}")
             scores[f"{task}/{name}" + ("" if kind == "none" else f",{kind}")] = TaskScore(

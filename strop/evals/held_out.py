@@ -1,5 +1,6 @@
 """What a model says of answers that are given: their loss, and which of two it prefers."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -53,7 +54,9 @@ def row_losses(
         ):
             sums = -logps(model, batch).logps.double().sum(-1)
             for total, count in zip(sums.tolist(), batch["completion_mask"].sum(-1).tolist(), strict=True):
-                totals[start + next(order)] = Total(total, count)
+                index = start + next(order)
+                refuse_no_number(total, index)
+                totals[index] = Total(total, count)
     return totals
 
 
@@ -91,5 +94,16 @@ def pair_margins(
             values = []
             for batch in batches_of(model, pairs, batch_size, lambda some, layout: collated(some, layout, pad), None):
                 values += logps(model, batch).logps.double().sum(-1).tolist()
-        margins += [chosen - rejected for chosen, rejected in zip(values[::2], values[1::2], strict=True)]
+        for chosen, rejected in zip(values[::2], values[1::2], strict=True):
+            refuse_no_number(chosen - rejected, len(margins))
+            margins.append(chosen - rejected)
     return margins
+
+
+def refuse_no_number(value: float, index: int) -> None:
+    """Raises ValueError for an infinite number or NaN, which would be the mean of all rows."""
+    if not math.isfinite(value):
+        raise ValueError(
+            f"the model says {value} of row {index}: its weights hold numbers that aren't finite, since training "
+            "diverged, or overflow in this dtype. Try another checkpoint, or --dtype float32."
+        )

@@ -57,6 +57,9 @@ class EvalOptions:
     assistant_only_loss: bool | None = None
     """Take the loss of what the assistant says only."""
 
+    train_on_turns: str | None = None
+    """Of assistant_only_loss: all turns of the assistant, or the last one only; all if not set."""
+
     completion_only_loss: bool | None = None
     """Take the loss of the completion of prompt-completion rows only; if not set, yes for such rows."""
 
@@ -124,9 +127,16 @@ class EvalOptions:
         if not has_rewards:
             unread |= dict.fromkeys(("k", "threshold"), "no reward is asked for")
         if LOSS not in metrics:
-            names = ("max_length", "dataset_text_field", "assistant_only_loss", "completion_only_loss")
+            names = (
+                "max_length",
+                "dataset_text_field",
+                "assistant_only_loss",
+                "train_on_turns",
+                "completion_only_loss",
+            )
+            names += ("train_on_turns",)
             unread |= dict.fromkeys(names, "the loss is not asked for")
         plain = EvalOptions()
         for name, why in unread.items():
             if getattr(self, name) != getattr(plain, name):
-                raise ValueError(f"{name}={getattr(self, name)} has no effect: {why}. Drop it.")
+                raise ValueError(f"{name}={getattr(self, name)!r} has no effect: {why}. Drop it.")

@@ -16,6 +16,7 @@ from strop.evals.statistics import Difference, Estimate
 RESULTS_FILE = "results.json"
 ANSWERS_FILE = "answers.jsonl"
 BASELINE_FILE = "answers_of_baseline.jsonl"
+ROWS_FILE = "rows.jsonl"
 WIDTH = 140
 """Of a table that no terminal limits."""
 
@@ -49,6 +50,8 @@ class EvalResults:
     answers: list[list[Answer]] = field(default_factory=list)
     """Of each row, where answers were asked for."""
     baseline_answers: list[list[Answer]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Of each row what no answer holds: loss and num_tokens, margin, the same of the baseline, verdicts of a judge."""
 
     def __getitem__(self, name: str) -> Metric:
         if name not in self.metrics:
@@ -66,15 +69,20 @@ class EvalResults:
         }
 
     def save(self, folder: str | Path) -> None:
-        """Writes results.json."""
+        """Writes results.json, and rows.jsonl if there is something to say of rows."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
         (path / RESULTS_FILE).write_text(text + "\n", encoding="utf-8")
+        (path / ROWS_FILE).unlink(missing_ok=True)
+        if self.rows:
+            (path / ROWS_FILE).write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | Path) -> "EvalResults":
-        """What `save` wrote into `folder`."""
+        """The numbers that `save` wrote into `folder`. Raises ValueError where there are none."""
+        if not (Path(folder) / RESULTS_FILE).is_file():
+            raise ValueError(f"there is no {RESULTS_FILE} in {folder}; name the output_dir of an evaluation.")
         content = json.loads((Path(folder) / RESULTS_FILE).read_text(encoding="utf-8"))
         return cls(**content | {"metrics": {name: metric_of(facts) for name, facts in content["metrics"].items()}})
 
@@ -140,5 +148,5 @@ def p_text(p_value: float) -> str:
 
 def append_answers(file: Path, answers: Sequence[Answer]) -> None:
     """Adds answers to a file, a JSON object a line."""
-    with file.open("a", encoding="utf-8") as lines:
+    with file.open("a", encoding="utf-8", errors="backslashreplace") as lines:  # halves of characters
         lines.writelines(json.dumps(asdict(answer), ensure_ascii=False, default=str) + "\n" for answer in answers)

@@ -88,7 +88,7 @@ def proportion(totals: Sequence[Total], confidence: float = CONFIDENCE) -> Estim
     value, residuals = _linearised(counted)
     size, variance = float(len(counted)), math.fsum(r * r for r in residuals)
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    if variance > 0:
+    if math.sqrt(variance) > ALIKE:
         size = min(value * (1 - value) / variance, max(math.fsum(one.weight for one in counted), size))
         if not all(one.is_single for one in counted):
             z = student_quantile(confidence, len(counted) - 1)

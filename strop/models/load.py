@@ -96,12 +96,13 @@ SCORING = ("SEQ_CLS", "TOKEN_CLS")
 
 def task_of(name: str) -> str:
     """What the saved model or adapter does, in peft's words; "CAUSAL_LM" for everything but classifiers."""
+    path, kwargs = loading_options(name, ModelInitArguments(), None)
+    check_reachable(path, kwargs)
     if is_adapter(name, {}):
         from peft import PeftConfig
 
         task = PeftConfig.from_pretrained(name).task_type
         return getattr(task, "value", task) or "CAUSAL_LM"
-    path, kwargs = loading_options(name, ModelInitArguments(), None)
     (architecture, *_) = read_config(path, kwargs).architectures or [""]
     endings = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
     return next((task for ending, task in endings.items() if architecture.endswith(ending)), "CAUSAL_LM")
@@ -275,7 +276,11 @@ def read_config(path: str, kwargs: dict[str, Any]) -> PreTrainedConfig:
     """The configuration that belongs to the weights at `path`."""
     if isinstance(kwargs.get("config"), PreTrainedConfig):
         return kwargs["config"]
-    return AutoConfig.from_pretrained(path, **picked(kwargs, (*DOWNLOAD_OPTIONS, "gguf_file", "trust_remote_code")))
+    options = picked(kwargs, (*DOWNLOAD_OPTIONS, "gguf_file", "trust_remote_code"))
+    try:
+        return AutoConfig.from_pretrained(path, **options)
+    except OSError as error:
+        raise ValueError(f"the model {path!r} can't be loaded: {first_line(error)}") from error
 
 
 def checkpoint_class(config: PreTrainedConfig, auto_class: type) -> type:

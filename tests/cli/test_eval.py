@@ -100,6 +100,34 @@ def test_a_trained_folder_takes_its_loss_of_what_was_trained(here, tiny_folder, 
     assert losses[0] == losses[1] != losses[2]
 
 
+def test_turns_that_were_trained_are_those_of_the_loss(here, tiny_folder, capsys):
+    ice, fire, legs = (
+        [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}] for row in ROWS
+    )
+    chats = [{"messages": [*ice, *fire]}, {"messages": [*fire, *legs]}]
+    (here / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    losses = {}
+    for turns in ("all", "last", "expand"):
+        line = ["--model", str(tiny_folder), "--data", "chats.jsonl", "--output_dir", turns, "--assistant_only_loss"]
+        assert train.main("sft", [*line, *QUIET, "--train_on_turns", turns, "--learning_rate", "0"]) == 0
+        capsys.readouterr()
+        losses[turns] = printed(capsys, turns, "--data", "chats.jsonl")["metrics"]["loss"]["model"]["value"]
+    assert losses["all"] == losses["expand"] != losses["last"]
+    said = printed(capsys, "all", "--data", "chats.jsonl", "--train_on_turns", "last")
+    assert said["metrics"]["loss"]["model"]["value"] == losses["last"]
+    printed(capsys, "last", "--data", "chats.jsonl", "--assistant_only_loss", "false")
+
+
+def test_what_rewards_print_is_not_among_the_results(here, tiny_folder, capsys):
+    (here / "loud.py").write_text(
+        "def talks(completions, **columns):\n    print('hello')\n    return [1.0] * len(completions)\n"
+    )
+    found = printed(
+        capsys, tiny_folder, "--data", "rows.jsonl", *RENAMED, "--metrics", "loud.talks", "--max_new_tokens", 2
+    )
+    assert found["metrics"]["talks"]["model"]["value"] == 1.0
+
+
 def test_reward_models_are_measured_by_pairs_and_measure_answers(here, tiny_folder, capsys):
     line = ["--model", str(tiny_folder), "--data", "pairs.jsonl", "--output_dir", "reward", "--learning_rate", "1e-2"]
     assert train.main("reward", [*line, *QUIET]) == 0
@@ -150,6 +178,7 @@ def test_folders_are_evaluated_on_their_test_split(here, tiny_folder, capsys):
         ([], "there is nothing to evaluate on; name rows with --data"),
         (["--data", "rows.jsonl"], "no answer to take the loss of"),
         (["--data", "nowhere.jsonl"], "There is no 'nowhere.jsonl'"),
+        (["--data", "rows.jsonl", *RENAMED, "--baseline", "./nowhere"], "there is no folder ./nowhere"),
         (["--data", "rows.jsonl", "--judge", "gpt"], "compares two models; name the other one with --baseline"),
         (["--data", "rows.jsonl", "--judge_url", "http://x/v1"], "judge_url='http://x/v1' has no effect without"),
         (["--data", "rows.jsonl", "--metrics", "acuracy", *RENAMED], "Did you mean 'accuracy'"),

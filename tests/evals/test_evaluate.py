@@ -6,11 +6,14 @@ import math
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from strop.evals import answers as answering
 from strop.evals import held_out
 from strop.evals.evaluate import evaluate
+from strop.evals.results import EvalResults
 from strop.rewards.judges import BasePairwiseJudge
+from strop.rewards.verdicts import BaseBinaryJudge
 
 PAIRS = [
     {"prompt": "What is ice ?", "chosen": " Ice is cold .", "rejected": " Hot ."},
@@ -61,6 +64,8 @@ def test_the_loss_is_a_token_s_over_all_rows(tiny_llama, bpe_tokenizer, prompt_c
     nats, tokens = map(sum, zip(*expected, strict=True))
     assert found["loss"].value == pytest.approx(nats / tokens, rel=1e-5)
     assert found["perplexity"].value == pytest.approx(math.exp(nats / tokens), rel=1e-5)
+    assert [row["loss"] for row in found.rows] == pytest.approx([nats / tokens for nats, tokens in expected], rel=1e-5)
+    assert [row["num_tokens"] for row in found.rows] == [tokens for _, tokens in expected]
     assert found["loss"].model.low < found["loss"].value < found["loss"].model.high
     assert found["perplexity"].model.high == pytest.approx(math.exp(found["loss"].model.high))
 
@@ -175,6 +180,22 @@ def test_a_judge_says_whose_answer_is_better(tiny_llama, other, bpe_tokenizer, q
     assert found["win_rate/judge"].value == pytest.approx(sum(wins) / 3)
     assert found["win_rate/judge"].model.num_prompts == 3
     assert found.notes == ["the judge gave no verdict on 1 of 4 pairs of answers"]
+    assert [row["verdicts"] for row in found.rows] == [*([win] for win in wins), [None]]
+
+
+class Ends(BaseBinaryJudge):
+    def judge(self, prompts, completions, gold_completions=None, shuffle_order=True):
+        return [int(words[-1]["content"].endswith("e")) for words in completions]
+
+
+def test_judges_of_any_kind_are_asked(tiny_llama, other, bpe_tokenizer, questions):
+    both = {"baseline": other, "baseline_tokenizer": bpe_tokenizer, "tokenizer": bpe_tokenizer}
+    found = evaluate(tiny_llama, questions, judge=Ends(), max_new_tokens=2, **both)
+    passed = [
+        [several[0].completion[0]["content"].endswith("e") for several in answers]
+        for answers in (found.answers, found.baseline_answers)
+    ]
+    assert [row["verdicts"] for row in found.rows] == [[(1 + a - b) / 2] for a, b in zip(*passed, strict=True)]
 
 
 def test_pairs_are_told_apart_by_the_log_probability(tiny_llama, other, bpe_tokenizer):
@@ -192,6 +213,8 @@ def test_pairs_are_told_apart_by_the_log_probability(tiny_llama, other, bpe_toke
     assert found["pairs"].baseline.value == sum(margin > 0 for margin in theirs) / 3
     moved = [a > b for a, b in zip(ours, theirs, strict=True)]
     assert found["pairs/implicit"].value == sum(moved) / 3
+    assert [row["margin"] for row in found.rows] == pytest.approx(ours, abs=1e-4)
+    assert [row["baseline_margin"] for row in found.rows] == pytest.approx(theirs, abs=1e-4)
 
 
 def test_what_is_found_is_on_disk(tiny_llama, bpe_tokenizer, questions, tmp_path):
@@ -207,6 +230,14 @@ def test_what_is_found_is_on_disk(tiny_llama, bpe_tokenizer, questions, tmp_path
     assert lines[3]["completion"] == found.answers[1][1].completion
     assert sum(line["rewards"]["says"] for line in lines) / 8 == found["says"].value
     assert "pass@2/says" in str(found)
+    again = EvalResults.load(tmp_path)
+    assert (again.metrics, again.settings, str(again)) == (found.metrics, found.settings, str(found))
+    assert not (tmp_path / "rows.jsonl").exists()
+    loss = evaluate(tiny_llama, PAIRS, tokenizer=bpe_tokenizer, output_dir=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert lines == loss.rows == [{"row": i, "margin": loss.rows[i]["margin"]} for i in range(3)]
+    with pytest.raises(ValueError, match=r"there is no results\.json in"):
+        EvalResults.load(tmp_path / "nowhere")
 
 
 def test_rows_to_which_a_reward_does_not_apply_do_not_count(tiny_llama, bpe_tokenizer, questions):
@@ -246,6 +277,7 @@ def test_prompts_are_found_in_conversations_and_pairs(tiny_llama, bpe_tokenizer,
         ({"metrics": "acuracy"}, "there is no reward 'acuracy'.* Did you mean 'accuracy'"),
         ({"metrics": says, "judge": Longer()}, "name the other as baseline"),
         ({"metrics": says, "limit": 0}, "limit=0 leaves nothing"),
+        ({"metrics": says, "train_on_turns": "last"}, "train_on_turns='last' has no effect: the loss is not asked for"),
     ],
 )
 def test_what_can_not_be_measured_is_refused(options, message, tiny_llama, bpe_tokenizer, questions):
@@ -262,6 +294,59 @@ def test_rows_without_prompts_and_models_without_tokenizers_are_refused(tiny_lla
         evaluate(tiny_llama, [{"prompt": "What?"}], length)
     with pytest.raises(ValueError, match="nothing to evaluate on"):
         evaluate(tiny_llama, [], tokenizer=bpe_tokenizer)
+
+
+def test_numbers_that_are_none_are_refused(tiny_llama, bpe_tokenizer, prompt_completion_rows):
+    tiny_llama.lm_head.weight.data[3] = float("nan")
+    with pytest.raises(ValueError, match=r"the model says nan of row \d: its weights hold numbers that aren't finite"):
+        evaluate(tiny_llama, prompt_completion_rows, "loss", tokenizer=bpe_tokenizer)
+    with pytest.raises(ValueError, match="the model says nan of row 0"):
+        evaluate(tiny_llama, PAIRS, tokenizer=bpe_tokenizer)
+
+
+def test_a_model_that_says_hardly_anything_has_no_perplexity(tiny_llama, bpe_tokenizer, prompt_completion_rows):
+    tiny_llama.lm_head.weight.data *= 1e5
+    found = evaluate(tiny_llama, prompt_completion_rows, "loss", tokenizer=bpe_tokenizer)
+    assert found["loss"].value > 1000
+    assert "perplexity" not in found.metrics
+    assert "perplexity is left out" in found.notes[0]
+
+
+def test_what_is_wrong_with_the_second_model_is_said_before_the_first_is_measured(tiny_llama, bpe_tokenizer, questions):
+    def never(completions, **columns):
+        raise AssertionError
+
+    scorer = AutoModelForSequenceClassification.from_config(copy.deepcopy(tiny_llama.config))
+    for baseline, message in (
+        (scorer, "is a reward model, which scores answers"),
+        ("./nowhere", "no folder ./nowhere"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluate(tiny_llama, questions, never, tokenizer=bpe_tokenizer, baseline=baseline)
+
+
+def test_prompts_without_room_for_an_answer_are_named_before_any_is_answered(bpe_tokenizer, questions, monkeypatch):
+    shape = GPT2Config(vocab_size=len(bpe_tokenizer), n_embd=8, n_layer=1, n_head=1, n_positions=64)
+    long = {"prompt": [{"role": "user", "content": "word " * 60}], "word": "a"}
+    monkeypatch.setattr(answering, "PIECE", 1)
+
+    def never(completions, **columns):
+        raise AssertionError
+
+    with pytest.raises(
+        ValueError, match=r"row 4 has \d+ tokens, with max_new_tokens=3 beyond the 64 positions of GPT2"
+    ):
+        evaluate(GPT2LMHeadModel(shape), [*questions, long], never, tokenizer=bpe_tokenizer, max_new_tokens=3)
+
+
+def test_a_metric_has_one_name(tiny_llama, bpe_tokenizer, questions):
+    def perplexity(completions, **columns):
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match="the reward 'perplexity' has the name of another metric"):
+        evaluate(tiny_llama, questions, perplexity, tokenizer=bpe_tokenizer)
+    found = evaluate(tiny_llama, questions, [says, says], tokenizer=bpe_tokenizer, max_new_tokens=2)
+    assert [name for name in found.metrics if "says" in name] == ["says"]
 
 
 def test_losses_of_other_tokens_are_not_compared(tiny_llama, bpe_tokenizer, word_tokenizer, prompt_completion_rows):
