@@ -16,6 +16,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 
 from strop.models.tokenizers import inner_tokenizer
+from strop.rollout.generate import refuse_virtual_tokens
 
 Prompt = str | list[dict[str, Any]]
 COLUMNS = ("step", "prompt", "completion")
@@ -51,7 +52,9 @@ class LogCompletionsCallback(TrainerCallback):
         self.freq = freq
         self.batch_size = batch_size
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        if model is not None:
+            refuse_virtual_tokens(model, type(self).__name__)
         if not (self.freq or state.eval_steps):
             raise ValueError(
                 "LogCompletionsCallback doesn't know when to complete: pass freq (in steps), or set eval_steps."

@@ -17,6 +17,7 @@ from strop.models.reference import Computed
 from strop.models.tokenizers import inner_tokenizer
 from strop.rewards.texts import Words
 from strop.rewards.verdicts import verdicts
+from strop.rollout.generate import refuse_virtual_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class WinRateCallback(LogCompletionsCallback, ExportableState):
 
     def on_train_begin(self, args, state, control, model=None, processing_class=None, **kwargs):
         self._refuse_another()
+        refuse_virtual_tokens(model, type(self).__name__)
         name = type(self).__name__
         saved = state.stateful_callbacks.get(name) if state.global_step else None
         self.baseline = self._baseline_in(saved["attributes"]) if saved else None

@@ -112,6 +112,7 @@ class Answerer:
 
         from strop.data.inspect import stop_token_ids
         from strop.models.load import SCORING, task_of
+        from strop.rollout.generate import refuse_virtual_tokens
 
         disable_progress_bar()
         if task_of(args.model) in SCORING:
@@ -120,6 +121,7 @@ class Answerer:
                 f"{args.model}"
             )
         self.model, self.tokenizer = load(args)
+        refuse_virtual_tokens(self.model, "a chat")
         self.args = args
         self.is_chat = self.tokenizer.chat_template is not None and not args.plain
         if args.system is not None and not self.is_chat:

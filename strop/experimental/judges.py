@@ -1,5 +1,6 @@
 """An import path that users know."""
 
+from strop.compat import missing_export
 from strop.rewards.judges import BaseJudge, BasePairwiseJudge, PairwiseJudge
 from strop.rewards.verdicts import (
     AllTrueJudge,
@@ -21,3 +22,7 @@ __all__ = [
     "RandomRankJudge",
     "RewardJudge",
 ]
+
+
+def __getattr__(name: str):
+    raise missing_export(name, __all__)

@@ -60,6 +60,16 @@ def has_virtual_tokens(model: nn.Module) -> bool:
     return not base_model(model).config.is_encoder_decoder and any(one.is_prompt_learning for one in adapters)
 
 
+def refuse_virtual_tokens(model: nn.Module, what: str) -> None:
+    """Raises ValueError for an adapter with which transformers' own `generate`, by which `what` writes, says what the
+    model wouldn't."""
+    if has_virtual_tokens(model) and "cache" in inspect.signature(base_model(model).forward).parameters:
+        raise ValueError(
+            f"{what} writes by transformers' generate, which with this peft puts the adapter's virtual tokens before "
+            "each single token, so the text would not be the model's. Answers of `strop eval` and of rollouts are."
+        )
+
+
 def batches_of(rows: Sequence[Row], max_rows: int, stateful: bool) -> list[list[Row]]:
     """Rows of similar prompts; of equally long ones for a model that carries a state, which padding would enter, or has
     virtual tokens, behind which padding would be counted."""

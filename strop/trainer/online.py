@@ -257,8 +257,9 @@ def with_reward_model(functions: Any, tokenizers: Any, args: OnlinePreferenceCon
     several = list(functions) if isinstance(functions, list | tuple) else [] if functions is None else [functions]
     if args.reward_model_path is None:
         return several, tokenizers
-    if isinstance(tokenizers, list | tuple) and len(tokenizers) == len(several):
-        tokenizers = [*tokenizers, None]
+    cutters = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
+    if several and len(cutters) == len(several):
+        tokenizers = [*cutters, None]
     return [*several, args.reward_model_path], tokenizers
 
 

@@ -35,6 +35,7 @@ from strop.models.checkpointing import enable_checkpointing
 from strop.models.logps import logps
 from strop.rollout import cache, generator, generator_stream
 from strop.rollout.cache import Cache
+from strop.rollout.generate import refuse_virtual_tokens
 from strop.rollout.generator import InProcessGenerator, serving_obstacle
 from strop.rollout.rows import end_ids
 from strop.rollout.types import Completion, Sampling
@@ -394,6 +395,14 @@ def test_virtual_tokens_stand_before_a_prompt_once(name):
     written = InProcessGenerator(model).generate(PROMPTS, SAMPLED)
     assert len({x for completion in written for x in completion.token_ids}) > 20
     assert_same_logps(model, PROMPTS, written, SAMPLED.temperature, atol=2e-5)
+
+
+def test_what_writes_by_generate_alone_refuses_virtual_tokens():
+    model = llama()
+    refuse_virtual_tokens(model, "a chat")
+    refuse_virtual_tokens(get_peft_model(llama(), VIRTUAL["zero-init attention"]), "a chat")
+    with pytest.raises(ValueError, match="a chat writes by transformers' generate"):
+        refuse_virtual_tokens(get_peft_model(model, VIRTUAL["prompt"]), "a chat")
 
 
 def test_both_ways_write_the_same(caplog):

@@ -19,6 +19,7 @@ from strop.models.logps import TokenScores
 from strop.models.reference import AdapterOff, FrozenModel
 from strop.rewards import BasePairwiseJudge
 from strop.rollout.types import Rollout
+from strop.trainer.online import with_reward_model
 from strop.trainer.online_dpo import OnlineDPOConfig, OnlineDPOTrainer, Told
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "online_losses.json").read_text())["online_dpo"]
@@ -386,6 +387,10 @@ def test_a_reward_model_by_its_path_is_one_of_the_rewards(make, tiny_llama, bpe_
     assert log["objective/scores"] == pytest.approx(log["rewards/scorer/mean"], rel=1e-5)
     alone = make(rewards=None, reward_model_path=folder, max_steps=1)
     assert alone.reward_names == ["scorer"]
+    for own in (None, bpe_tokenizer, [bpe_tokenizer]):  # of the first one alone
+        functions, tokenizers = with_reward_model(folder, own, trainer.args)
+        assert functions == [folder, folder]
+        assert tokenizers == ([None, None] if own is None else [bpe_tokenizer, None])
 
 
 def test_counts_are_pairs(make):
