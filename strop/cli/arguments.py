@@ -46,6 +46,18 @@ class ReferenceModelArguments:
 
 
 @dataclass
+class ValueModelArguments:
+    """What expects rewards."""
+
+    value_model_name_or_path: str | None = None
+    """Model that estimates values, a hub id or a folder, e.g. the value_model of an earlier run. Not set, see
+    value_function."""
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        return {"value_model": self.value_model_name_or_path}
+
+
+@dataclass
 class RewardFunctionArguments:
     """What completions are worth."""
 

@@ -18,6 +18,7 @@ from strop.cli.arguments import (
     ReferenceModelArguments,
     RewardFunctionArguments,
     ScriptArguments,
+    ValueModelArguments,
 )
 from strop.cli.yaml_config import Setting, apply_environment, read_config
 from strop.compat import suggestion
@@ -49,6 +50,7 @@ def _method(name: str, suffix: str, place: str, *own: type, **more: str) -> Meth
 
 _SFT = ("strop.trainer.sft:SFTTrainer", "strop.trainer.config:SFTConfig", "SFT", "strop.scripts.sft")
 _ONLINE = (ReferenceModelArguments, JudgeArguments)
+_PPO = (ReferenceModelArguments, ValueModelArguments, RewardFunctionArguments)
 _KTO_ROWS, _BCO_ROWS = "strop.data.preference:LABELLED_MISMATCHED", "strop.data.preference:LABELLED"
 
 METHODS = {
@@ -61,7 +63,7 @@ METHODS = {
     "orpo": _method("orpo", "ORPO", "strop.trainer.orpo"),
     "tpo": _method("tpo", "TPO", "strop.trainer.tpo", rows="strop.data.preference:TRIPLES"),
     "grpo": _method("grpo", "GRPO", "strop.trainer.grpo", RewardFunctionArguments, rows="prompts"),
-    "ppo": _method("ppo", "PPO", "strop.trainer.ppo", ReferenceModelArguments, RewardFunctionArguments, rows="prompts"),
+    "ppo": _method("ppo", "PPO", "strop.trainer.ppo", *_PPO, rows="prompts"),
     "online_dpo": _method("online_dpo", "OnlineDPO", "strop.trainer.online_dpo", *_ONLINE, rows="prompts"),
     "nash_md": _method("nash_md", "NashMD", "strop.trainer.nash_md", *_ONLINE, rows="prompts"),
     "xpo": _method("xpo", "XPO", "strop.trainer.xpo", *_ONLINE, rows="prompts"),

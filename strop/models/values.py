@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from strop.models.adapters import is_peft
-from strop.models.forward import base_model, forward, stand_in, state_indices
+from strop.models.forward import base_model, forward, looks_ahead, stand_in, state_indices
 from strop.models.logps import PROBE, TokenScores, logps, output_embedding
 from strop.models.quantize import is_quantized
 from strop.models.scores import checked_head, classification_head, token_outputs
@@ -41,12 +41,13 @@ def add_value_head(model: nn.Module) -> None:
 
 
 def add_value_model(model: nn.Module, critic: nn.Module) -> None:
-    """Give `model` a value function with a trunk of its own. Raises ValueError if its head has not one output."""
-    checked_head(critic, num_labels=1)
-    if is_quantized(base_model(critic)):
+    """Give `model` a value function with a trunk of its own. Raises ValueError if its head has not one output, or if it
+    can't be trained to say values."""
+    reason = no_critic(critic)
+    if reason:
         raise ValueError(
-            "the value model is quantised, so its weights can't be trained. Pass a value_model that isn't, or take "
-            'value_function="shared"'
+            f'the value model {reason}. Pass another value_model, or take value_function="shared", a head on the '
+            "policy's own states"
         )
     if is_peft(critic):
         critic = critic.merge_and_unload()  # type: ignore[operator]
@@ -54,8 +55,22 @@ def add_value_model(model: nn.Module, critic: nn.Module) -> None:
     setattr(base, MODEL, critic.to(next(base.parameters()).device).requires_grad_(True))
 
 
+def no_critic(model: nn.Module) -> str:
+    """Why `model` can't be a value function, "" if it can. Raises ValueError if its head has not one output."""
+    base = checked_head(model, num_labels=1)
+    if is_quantized(base):
+        return "is quantised, so its weights can't be trained"
+    return "reads whole texts at once, so its values would know what comes later" if looks_ahead(base) else ""
+
+
 def own_trunk(model: nn.Module) -> PreTrainedModel:
-    """A model with a copy of the trunk of `model`, without adapters, and a head that says 0 until it is trained."""
+    """A model with a copy of the trunk of `model`, without adapters, and a head that says 0 until it is trained. Raises
+    ValueError for a quantised trunk, and where transformers has no such model."""
+    if is_quantized(base_model(model)):
+        raise ValueError(
+            "the policy is quantised, so a copy of its trunk can't be trained. Pass a value_model that isn't, or take "
+            'value_function="shared", a head on the policy\'s own states'
+        )
     base = base_model(copy.deepcopy(model).unload() if is_peft(model) else model)  # type: ignore[operator]
     config = copy.deepcopy(base.config)
     config.num_labels = 1

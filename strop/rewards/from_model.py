@@ -33,6 +33,11 @@ class RewardModel:
     ):
         args = ModelInitArguments(model_init_kwargs=model_init_kwargs)
         self.model = load_model(model, args, auto_class=AutoModelForSequenceClassification, num_labels=1)
+        if not hasattr(self.model, "config"):
+            raise ValueError(
+                f"{type(self.model).__name__} is no model of transformers, so it can't be asked for scores. Write a "
+                "reward function that asks it."
+            )
         path = getattr(self.model.config, "_name_or_path", "") if isinstance(model, nn.Module) else str(model)
         self.__name__ = path.rstrip("/").rpartition("/")[2] or type(self.model).__name__
         labels = getattr(self.model.config, "num_labels", None)

@@ -28,7 +28,7 @@ def episodes_of(
         several = [name for name, value in given.items() if value]
         if len(several) > 1:
             raise ValueError(f"{' and '.join(several)} are given, but a rollout_func plays whole episodes; keep one.")
-        ends = end_ids(trainer.model, trainer.processing_class)
+        ends = end_ids(trainer.model, trainer.processing_class) | {*trainer.args.sampling.stop_token_ids}
         return FunctionEpisodes(rollout_func, trainer, trainer.encoder, ends)
     if not tools and not environment_factory:
         checks.no_effect(trainer.args, SETTINGS, "no tools and no environment")

@@ -3,14 +3,17 @@
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.nn import Module
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase, TrainerCallback
 
+from strop.models.forward import base_model
 from strop.models.load import load_model
 from strop.models.tokenizers import check_vocabulary
-from strop.models.values import add_value_head, add_value_model, own_trunk, without_critic
+from strop.models.values import add_value_head, add_value_model, no_critic, own_trunk, without_critic
 from strop.rewards.from_model import RewardModel
 
 logger = logging.getLogger(__name__)
@@ -35,16 +38,16 @@ def add_critic(
     elif kind == "separate":
         what, critic = "a copy of the policy's trunk with a new head", own_trunk(model)
     else:
-        own = next((one for one in models if one.tokenizer.get_vocab() == tokenizer.get_vocab()), None)
+        own = next((one.model for one in models if one.tokenizer.get_vocab() == tokenizer.get_vocab()), None)
         if kind == "reward" and own is None:
             raise ValueError(
                 'value_function="reward" starts values from a reward model that reads the policy\'s tokens, but '
                 + ("it has another tokenizer" if models else "there is none")
                 + '; take "shared" or "separate".'
             )
-        use = own is not None and kind != "shared"
+        use = own is not None and (kind == "reward" or (kind == "auto" and not no_critic(own)))
         what = "a copy of the reward model" if use else "a head on the policy's own states"
-        critic = copy.deepcopy(own.model) if use and own is not None else None
+        critic = _copied(own, base_model(model).dtype) if use else None  # type: ignore[arg-type]
     logger.info("values: %s", what)
     if critic is None:
         add_value_head(model)
@@ -53,29 +56,40 @@ def add_critic(
         add_value_model(model, critic)
 
 
+def _copied(reward_model: Module, dtype: torch.dtype) -> Module:
+    """A copy to be trained, at least as precise as the policy."""
+    if no_critic(reward_model):  # which is refused later
+        return reward_model
+    copied = copy.deepcopy(reward_model)
+    return copied.to(torch.promote_types(dtype, base_model(copied).dtype))  # type: ignore[arg-type]
+
+
 def _given(value_model: str | Module, args: Any, reward_models: list[Module]) -> Module:
     if isinstance(value_model, str):
-        loaded = load_model(value_model, args, auto_class=AutoModelForSequenceClassification, num_labels=1)
-        return loaded
+        return load_model(value_model, args, auto_class=AutoModelForSequenceClassification, num_labels=1)
     if any(value_model is other for other in reward_models):  # it would be trained along
         return copy.deepcopy(value_model)
     return value_model
 
 
 def with_reward_model(
-    functions: Any, tokenizers: Any, reward_model: str | Module | None, tokenizer: Any
+    functions: Any, tokenizers: Any, reward_model: str | Module | None, tokenizer: Any, batch_size: int
 ) -> tuple[Any, Any]:
-    """`functions` and their `tokenizers` with the reward model behind them, an object of which reads what `tokenizer`
-    writes unless a further one of `tokenizers` says otherwise."""
+    """`functions` and their `tokenizers` with the reward model behind them, which scores `batch_size` completions at a
+    time. An object reads what `tokenizer` writes unless a further one of `tokenizers` says otherwise."""
     if reward_model is None:
         return functions, tokenizers
+    if not isinstance(reward_model, str | Path | Module):
+        raise ValueError(
+            f"reward_model={reward_model!r} is a {type(reward_model).__name__}, but a reward model is a model or its "
+            "name. Pass functions as reward_funcs."
+        )
     several = list(functions) if isinstance(functions, list | tuple) else [] if functions is None else [functions]
     given = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers] * (len(several) + 1)
-    if len(given) == len(several):
-        given.append(None)
-    if len(given) == len(several) + 1 and given[-1] is None and isinstance(reward_model, Module):
-        given[-1] = tokenizer
-    return [*several, reward_model], given
+    own = given.pop() if len(given) > len(several) else None
+    if own is None and isinstance(reward_model, Module):
+        own = tokenizer
+    return [*several, RewardModel(reward_model, own, batch_size)], [*given, None]
 
 
 class ValuesFirst(TrainerCallback):

@@ -11,6 +11,7 @@ from strop.rollout.types import Sampling
 
 from . import checks
 from .config import BaseConfig
+from .settled import plain, settled, told
 
 logger = logging.getLogger(__name__)
 
@@ -250,6 +251,9 @@ class OnPolicyConfig(ModelInitArguments, BaseConfig):
         super().__post_init__()
         self._settle_sizes()
 
+    def to_dict(self) -> dict[str, Any]:
+        return {name: plain(value) for name, value in super().to_dict().items()}
+
     def _settle_best(self):
         if self.best_metric is None:
             return
@@ -368,10 +372,10 @@ class OnPolicyConfig(ModelInitArguments, BaseConfig):
         """Both names of a generation's size hold what follows from the other."""
         processes = int(os.environ.get("WORLD_SIZE", 1))
         size, accumulation = self.completions_per_device, self.gradient_accumulation_steps
-        self.steps_per_generation = settled_steps(
-            size, processes, accumulation, self.steps_per_generation, self.generation_batch_size
-        )
-        self.generation_batch_size = size * processes * self.steps_per_generation
+        given, whole = told(self.steps_per_generation), told(self.generation_batch_size)
+        steps = settled_steps(size, processes, accumulation, given, whole)
+        self.steps_per_generation = settled(steps, given=given)
+        self.generation_batch_size = settled(size * processes * steps, given=whole)
         self.plan(processes)
 
     def plan(self, num_processes: int, num_prompts: int | None = None) -> BatchPlan:

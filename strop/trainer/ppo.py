@@ -26,6 +26,7 @@ from strop.models.forward import base_model
 from strop.models.load import load_model, load_tokenizer
 from strop.models.quantize import is_quantized
 from strop.models.reference import Computed, FrozenModel
+from strop.models.scores import token_states
 from strop.models.segments import Layout
 from strop.models.tokenizers import check_vocabulary
 from strop.models.values import MODEL, critic_of, load_critic, logps_and_values, save_critic, values, without_critic
@@ -36,7 +37,7 @@ from strop.rollout.types import Generator, Rollout
 from .agents import episodes_of
 from .config import config_for
 from .critic import ValuesFirst, add_critic, with_reward_model
-from .layout import settle_layout
+from .layout import LayoutGuard, settle_layout
 from .meter import Metrics
 from .on_policy import OnPolicyTrainer
 from .ppo_config import PPOConfig
@@ -119,7 +120,7 @@ class PPOTrainer(OnPolicyTrainer):
         self._played_by = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
         reward_model = args.reward_model_path if reward_model is None else reward_model
         functions, tokenizers = with_reward_model(
-            reward_funcs, reward_processing_classes, reward_model, processing_class
+            reward_funcs, reward_processing_classes, reward_model, processing_class, args.lookup_size
         )
         super().__init__(
             model,
@@ -145,6 +146,7 @@ class PPOTrainer(OnPolicyTrainer):
     def equip(self, model: Module, args: Any, tokenizer: PreTrainedTokenizerBase, functions: list[Callable]) -> None:
         """Give `model` its value function, and load the reference."""
         super().equip(model, args, tokenizer, functions)
+        refuse_unknown_token(model, args.stop_token_id)
         add_critic(model, args, tokenizer, functions, self._value_model)
         if args.disable_dropout:
             disable_dropout(model)
@@ -162,9 +164,23 @@ class PPOTrainer(OnPolicyTrainer):
         name, critic = critic_of(model)
         with without_critic(model):
             layout = super().settled_layout(model, args)
+        self._critic_guard = LayoutGuard(token_states) if name == MODEL else None
         others = [critic] if name == MODEL else []
         others += [self._ref_model] if isinstance(self._ref_model, Module) else []
         return layout if all(settle_layout(other, args.layout) == layout for other in others) else "padded"
+
+    def read(self, inputs: Batch) -> Batch:
+        """In a layout that policy and values were seen to compute rightly."""
+        batch = super().read(inputs)
+        if self._critic_guard is None or self.is_sharded:
+            return batch
+        with self.accelerator.autocast():
+            return self._critic_guard(critic_of(self.model)[1], batch)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a critic alone would be called in pieces."""
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     def make_episodes(self) -> Episodes:
         """Single answers; conversations with `tools` and environments; or what `rollout_func` plays."""
@@ -179,7 +195,7 @@ class PPOTrainer(OnPolicyTrainer):
 
     def _values_first(self) -> ValuesFirst:
         steps = self.args.num_value_pretraining_steps
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+        if self.is_sharded:
             raise ValueError(
                 f"num_value_pretraining_steps={steps} can't keep the policy as it is where FSDP or DeepSpeed hold the "
                 "gradients of several weights as one. Train values before, without them, and pass a value_model."
@@ -203,8 +219,7 @@ class PPOTrainer(OnPolicyTrainer):
         return True
 
     def _ask_policy(self, mine: Sequence[Rollout], largest: int) -> None:
-        is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled  # a critic alone would be called in pieces
-        if not self.is_exact or is_sharded:
+        if not self.is_exact or self.is_sharded:
             self.lookup.ask(mine, largest, self.policy_logps_and_values, "old_logps", "old_values")
             return
         super()._ask_policy(mine, largest)
@@ -288,7 +303,7 @@ class PPOTrainer(OnPolicyTrainer):
         returns, old = (
             after_prompts(rollouts, [getattr(r, n) for r in rollouts])[inside] for n in ("returns", "old_values")
         )
-        if len(returns) > 1 and returns.var() > 0:
+        if len(returns) > 1 and returns.var() > 1e-12 * (returns**2).mean():  # more than rounding
             metrics["val/explained_variance"] = (1 - ((returns - old).var() / returns.var()).item(), 1.0)
         return metrics
 
@@ -312,7 +327,11 @@ class PPOTrainer(OnPolicyTrainer):
         errors = clipped_value_loss(found, batch["old_values"], batch["returns"], mask, args.cliprange_value)
         value = token_mean(errors, mask, counts)
         balancing, balance = self.balancing(scores.aux_loss, batch, counts)
-        total = (policy + balancing) * float(self.trains_policy) + args.vf_coef * value
+        total = args.vf_coef * value
+        if self.trains_policy:
+            total = total + policy + balancing
+        elif self.accelerator.num_processes > 1:  # data parallelism waits for a gradient of every weight
+            total = total + 0.0 * (policy + balancing)
         tokens = mask.sum()
         metrics = {
             "policy/entropy_avg": (masked_sum(scores.entropy.detach(), mask), tokens),  # type: ignore[union-attr]
@@ -369,7 +388,7 @@ class PPOTrainer(OnPolicyTrainer):
         load_critic(self.model, resume_from_checkpoint)
 
     def _load_best_model(self):
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+        if self.is_sharded:
             super()._load_best_model()
             return
         with without_critic(self.model):
@@ -387,6 +406,16 @@ def named_policy(model: Any, args: Any, tokenizer: Any) -> tuple[Any, PPOConfig,
     if path is None or not (model is None or isinstance(model, str)):
         return model, args, tokenizer
     return path, args, load_tokenizer(model, args) if tokenizer is None and model is not None else tokenizer
+
+
+def refuse_unknown_token(model: Module, stop_token_id: int | None) -> None:
+    """Raise ValueError for a stop token that `model` can't write."""
+    rows = base_model(model).get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
+    if stop_token_id is not None and not 0 <= stop_token_id < rows:
+        raise ValueError(
+            f"stop_token_id={stop_token_id} would have no effect, as the model writes tokens 0 to {rows - 1}; give the "
+            "id of one of them."
+        )
 
 
 def after_prompts(rollouts: Sequence[Rollout], lists: Sequence[Sequence[float] | None]) -> Tensor:

@@ -11,6 +11,7 @@ from strop.rollout.types import Sampling
 
 from . import checks
 from .on_policy_config import OnPolicyConfig
+from .settled import as_given, settled, told
 
 VALUE_FUNCTIONS = ("auto", "separate", "reward", "shared")
 TWO_NAMES: dict[str, tuple[str, Any]] = {
@@ -143,14 +144,17 @@ class PPOConfig(OnPolicyConfig):
     """Accepted for TRL's sake: prompts become tokens when they are asked."""
 
     def __post_init__(self):
-        for name, (other, default) in TWO_NAMES.items():
-            value = checks.same(name, getattr(self, name), other, getattr(self, other))
-            setattr(self, name, default if value is None else value)
-            setattr(self, other, getattr(self, name))
+        values = {name: self._said(name) for name in TWO_NAMES}
+        as_given(self)
+        for name, value in values.items():
+            setattr(self, name, settled(value))
+            setattr(self, TWO_NAMES[name][0], getattr(self, name))
         self._check_ppo()
-        if self.steps_per_generation is None and self.generation_batch_size is None:
+        steps = self.steps_per_generation
+        if steps is None and self.generation_batch_size is None:
             self._cut_into_mini_batches()
         super().__post_init__()
+        self.steps_per_generation = settled(self.steps_per_generation, given=steps)
         if self.steps_per_generation != self.num_mini_batches * self.gradient_accumulation_steps:
             raise ValueError(
                 f"steps_per_generation={self.steps_per_generation} micro-batches (or generation_batch_size="
@@ -173,12 +177,28 @@ class PPOConfig(OnPolicyConfig):
     def lookup_size(self) -> int:
         return self.local_rollout_forward_batch_size
 
+    def _said(self, name: str) -> Any:
+        """What an option of two names is: as given by either, else as a config that was replaced had it, else the
+        default."""
+        other, default = TWO_NAMES[name]
+        both = getattr(self, name), getattr(self, other)
+        value = checks.same(name, told(both[0]), other, told(both[1]))
+        return next((one for one in (value, *both) if one is not None), default)
+
     def _check_ppo(self):
         checks.one_of("value_function", self.value_function, VALUE_FUNCTIONS)
         checks.one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        for name in ("num_mini_batches", "total_episodes", "local_rollout_forward_batch_size", "kl_horizon"):
+        for name in ("num_mini_batches", "num_ppo_epochs", "total_episodes", "response_length", "kl_horizon"):
             checks.at_least(name, getattr(self, name), 1)
-        for name in ("cliprange", "epsilon_high", "vf_coef", "cliprange_value", "num_value_pretraining_steps"):
+        checks.at_least("local_rollout_forward_batch_size", self.local_rollout_forward_batch_size, 1)
+        for name in (
+            "kl_coef",
+            "cliprange",
+            "epsilon_high",
+            "vf_coef",
+            "cliprange_value",
+            "num_value_pretraining_steps",
+        ):
             checks.at_least(name, getattr(self, name), 0)
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
@@ -234,8 +254,9 @@ class PPOConfig(OnPolicyConfig):
                 f"{divisors}, or change one of the others."
             )
         part = whole // parts
-        self.per_device_train_batch_size = next(n for n in range(min(size, part), 0, -1) if part % n == 0)
-        self.gradient_accumulation_steps = part // self.per_device_train_batch_size
+        each = next(n for n in range(min(size, part), 0, -1) if part % n == 0)
+        self.per_device_train_batch_size = settled(each, given=size)
+        self.gradient_accumulation_steps = settled(part // each, given=accumulation)
         self.steps_per_generation = parts * self.gradient_accumulation_steps
 
     def _settle_steps(self):
@@ -243,4 +264,4 @@ class PPOConfig(OnPolicyConfig):
             return
         block = self.plan(int(os.environ.get("WORLD_SIZE", 1))).completions_per_block
         blocks, passes = math.ceil(self.total_episodes / block), self.num_iterations or 1
-        self.max_steps = blocks * self.num_mini_batches * passes
+        self.max_steps = settled(blocks * self.num_mini_batches * passes, given=self.max_steps)

@@ -5,6 +5,7 @@ import json
 import shlex
 
 import pytest
+import torch
 from transformers import AutoModelForSequenceClassification
 
 from strop.cli.main import main
@@ -49,6 +50,13 @@ def test_a_reward_model_of_ppo(here, capsys, tiny_folder, tiny_llama, bpe_tokeni
     code, printed = strop(f"{line} --per_device_train_batch_size 4 --num_mini_batches 2", capsys)
     assert code == 0, printed
     assert AutoModelForSequenceClassification.from_pretrained(here / "out" / "value_model").config.num_labels == 1
+    again = line.replace("--output_dir out", "--output_dir again").replace("--total_episodes 8", "--max_steps 1")
+    code, printed = strop(f"{again} --value_model out/value_model --learning_rate 0", capsys)
+    assert code == 0, printed
+    first, second = (
+        AutoModelForSequenceClassification.from_pretrained(here / name / "value_model") for name in ("out", "again")
+    )
+    assert torch.equal(first.score.weight, second.score.weight)
     rows = [json.loads(text) for file in (here / "out" / "rollouts").iterdir() for text in file.open()]
     assert len(rows) == 8
     assert all(isinstance(row["reward"], float) for row in rows)

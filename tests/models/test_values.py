@@ -5,7 +5,12 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BertConfig,
+)
 
 from strop.models.forward import forward, use_packed_attention
 from strop.models.logps import logps
@@ -158,6 +163,21 @@ def test_models_without_one_number_are_refused(tiny_llama):
         critic_of(tiny_llama)
     with pytest.raises(ValueError, match="no classification head"):
         add_value_model(tiny_llama, copy.deepcopy(tiny_llama))
+
+
+def test_what_cannot_say_values_is_refused(tiny_llama):
+    config = BertConfig(
+        vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_labels=1
+    )
+    encoder = AutoModelForTokenClassification.from_config(config)
+    with pytest.raises(ValueError, match="its values would know what comes later"):
+        add_value_model(tiny_llama, encoder)
+    critic = own_trunk(tiny_llama)
+    critic.hf_quantizer = tiny_llama.hf_quantizer = object()
+    with pytest.raises(ValueError, match="is quantised, so its weights can't be trained"):
+        add_value_model(tiny_llama, critic)
+    with pytest.raises(ValueError, match="the policy is quantised, so a copy of its trunk can't be trained"):
+        own_trunk(tiny_llama)
 
 
 def test_in_16_bit_values_are_float32(tiny_llama):

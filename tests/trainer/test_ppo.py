@@ -9,10 +9,12 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig
 
 from strop.losses.reduce import StepCounts
+from strop.models import attention
 from strop.models.logps import logps
+from strop.models.segments import Segments
 from strop.models.values import critic_of, values, without_critic
 from strop.rollout.types import Rollout
 from strop.trainer.ppo import PPOConfig, PPOTrainer
@@ -240,6 +242,36 @@ def test_value_pretraining_leaves_the_policy(make, kind):
         assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
 
 
+def test_value_pretraining_goes_back_through_values_alone(make):
+    trainer = spoken(make(num_value_pretraining_steps=3))
+    trainer._make_block()
+    batch = trainer.ready_batch_of(trainer.buffer.experiences)
+    trainer.loss(trainer.model, batch, trainer.count(batch))[0].backward()
+    assert {name for name, p in trainer.model.named_parameters() if p.grad is not None} == {
+        "value_head.weight",
+        "value_head.bias",
+    }
+
+
+@pytest.mark.parametrize("trunk", ["policy", "values"])
+def test_both_trunks_are_compared_in_two_layouts(make, monkeypatch, trunk):
+    """One that mixes rows is enough for rows to be padded."""
+    trainer = make(value_function="separate")
+    critic = critic_of(trainer.model)[1]
+
+    def attend(query, key, value, segments, scores):
+        whole = Segments((segments.num_tokens,), (-1,))
+        return over_pieces(query, key, value, whole if inside["values"] == (trunk == "values") else segments, scores)
+
+    inside, over_pieces = {"values": False}, attention.attend_in_pieces
+    critic.model.register_forward_pre_hook(lambda *_: inside.update(values=True))
+    critic.model.register_forward_hook(lambda *_: inside.update(values=False))
+    monkeypatch.setattr(attention, "attend_in_pieces", attend)
+    trainer._make_block()
+    assert "segments" not in trainer.ready_batch_of(trainer.buffer.experiences)
+    assert trainer.layout_guard.is_trusted == (trunk == "values")
+
+
 def test_the_divergence_is_steered(make):
     """e = clip(kl / target - 1, -0.2, 0.2); kl_coef is multiplied by 1 + e n / horizon."""
     trainer = make(target_kl=2.0, kl_horizon=40, kl_coef=0.1)
@@ -332,6 +364,15 @@ def test_an_evaluation_generates_and_trains_nothing(make, prompts):
     assert trainer.controller.coef == 0.05
 
 
+def test_equal_returns_explain_nothing(make):
+    """The variance of rounding is none."""
+    trainer = make(kl_coef=0.0, lam=1.0)
+    rollouts = [rollout(0.1, old_values=row) for row in torch.randn(3, 9, dtype=torch.float64).tolist()]
+    trainer._finish(rollouts, 1)
+    assert len({x for one in rollouts for x in one.returns[1:]}) > 1
+    assert "val/explained_variance" not in trainer.measured_rewards(rollouts, 1)
+
+
 # Who is who
 
 
@@ -367,6 +408,22 @@ def test_which_value_function(make, tiny_llama):
     assert critic_of(same.model)[1] is not reward
     own = make(value_function="separate")
     torch.testing.assert_close(critic_of(own.model)[1].model.norm.weight, own.model.model.norm.weight)
+    rough = make(more={"reward_model": copy.deepcopy(reward).bfloat16()})
+    assert {p.dtype for p in critic_of(rough.model)[1].parameters()} == {torch.float32}
+
+
+def test_a_reward_model_that_reads_whole_texts_has_no_values_of_tokens(make, make_rollout_trainer):
+    config = BertConfig(
+        vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_labels=1
+    )
+    encoder = AutoModelForSequenceClassification.from_config(config)
+    assert critic_of(make(more={"reward_model": encoder}).model)[0] == "value_head"
+    for options in (
+        {"value_function": "reward", "more": {"reward_model": encoder}},
+        {"more": {"value_model": encoder}},
+    ):
+        with pytest.raises(ValueError, match="its values would know what comes later"):
+            make_rollout_trainer(PPOTrainer, num_generations=1, **options)
 
 
 @pytest.mark.parametrize(
@@ -377,6 +434,13 @@ def test_which_value_function(make, tiny_llama):
         ({"more": {"ref_model": 1}, "kl_coef": 0.0}, "ref_model would have no effect with kl_coef=0"),
         ({"value_function": "shared", "more": {"value_model": 1}}, "value_model would have no effect"),
         ({"rewards": None}, "there is no reward"),
+        (
+            {"more": {"reward_model": vowels}},
+            "reward_model=.* is a function, but a reward model is",
+        ),
+        ({"more": {"reward_model": torch.nn.Linear(2, 1)}}, "Linear is no model of transformers"),
+        ({"reward_model_path": "accuracy"}, "'accuracy' is neither a folder"),
+        ({"stop_token_id": 400}, "stop_token_id=400 would have no effect, as the model writes tokens 0 to 399"),
     ],
 )
 def test_contradictions_are_refused(make_rollout_trainer, options, told):

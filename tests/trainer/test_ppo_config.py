@@ -40,6 +40,27 @@ def test_two_names_of_one_option(name, other, value):
         make(**{name: value, other: value + 1})
 
 
+@pytest.mark.parametrize("given", [{}, {"kl_coef": 0.3}, {"beta": 0.3}])
+def test_a_replaced_config_follows_what_is_new(given):
+    """Either name of an option, sizes and steps."""
+    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_mini_batches": 4}
+    config = make(total_episodes=33, num_ppo_epochs=2, **sizes, **given)
+    assert config.max_steps == 24
+    for name in ("kl_coef", "beta"):
+        other = dataclasses.replace(config, **{name: 0.7})
+        assert (other.kl_coef, other.beta, other.max_steps) == (0.7, 0.7, 24)
+    assert dataclasses.replace(config).kl_coef == config.kl_coef == given.get("kl_coef", given.get("beta", 0.05))
+    assert dataclasses.replace(config, total_episodes=16).max_steps == 8
+    assert dataclasses.replace(config, num_ppo_epochs=1).max_steps == 12
+    assert dataclasses.replace(config, max_steps=5).max_steps == 5
+    other = dataclasses.replace(config, num_mini_batches=2)
+    assert (other.per_device_train_batch_size, other.steps_per_generation, other.max_steps) == (8, 2, 12)
+    assert dataclasses.replace(config, per_device_train_batch_size=4).generation_batch_size == 8
+    assert all(type(value) in (int, float) for name, value in config.to_dict().items() if name in (*sizes, "kl_coef"))
+    with pytest.raises(ValueError, match=r"kl_coef=1\.0 and beta=2\.0 contradict"):
+        dataclasses.replace(config, kl_coef=1.0, beta=2.0)
+
+
 def test_the_name_of_other_trainers_warns():
     with pytest.warns(FutureWarning, match="max_new_tokens"):
         assert make(max_new_tokens=9).response_length == 9
@@ -96,6 +117,9 @@ def test_the_seed_snippet_of_64_a_device():
         ({"replay_buffer_size": 1}, "replay_buffer_size=1 would have no effect with PPO"),
         ({"vf_coef": 0.0, "num_value_pretraining_steps": 1}, "num_value_pretraining_steps=1 would have no effect"),
         ({"num_generations": 0}, "num_generations=0"),
+        ({"kl_coef": -1.0}, "kl_coef=-1.0 is out of range"),
+        ({"num_ppo_epochs": 0}, "num_ppo_epochs=0 is out of range"),
+        ({"response_length": 0}, "response_length=0 is out of range"),
         ({"mini_batch_size": 4}, "PPOConfig has no option 'mini_batch_size' any more: sizes follow from"),
     ],
 )
