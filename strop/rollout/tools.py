@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import json
 import logging
+import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -251,7 +252,9 @@ class ToolRunner:
             if call.name not in self.failed:
                 self.failed.add(call.name)
                 logger.warning(
-                    "tool %s failed; the model is told so, later failures are only counted", call.name, exc_info=True
+                    "tool %s failed; the model is told so, later failures are only counted\n%s",
+                    call.name,
+                    _encodable(traceback.format_exc()),
                 )
             return _error(call, f"{type(error).__name__}: {error}")
 
