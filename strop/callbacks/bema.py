@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.models.reference import FrozenModel, FrozenWeights, weights_replaced
+from strop.models.values import without_critic
 
 from .state import TensorState, refuse_shards
 from .sync_ref import counterparts
@@ -155,7 +156,7 @@ class BEMACallback(TensorState):
         if not state.is_world_process_zero:
             return
         folder = Path(args.output_dir, "bema")
-        with weights_replaced(model, self.bema):
+        with without_critic(model), weights_replaced(model, self.bema):
             model.save_pretrained(folder)
         if processing_class is not None:
             processing_class.save_pretrained(folder)

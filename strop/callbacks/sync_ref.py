@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from strop.models.reference import FrozenModel, FrozenWeights
+from strop.models.values import without_critic
 
 from .state import TensorState, refuse_shards
 
@@ -55,7 +56,9 @@ class SyncRefModelCallback(TensorState):
 
 
 def trained_weights(model: Module) -> dict[str, Tensor]:
-    return {name: parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
+    """Those of the policy."""
+    with without_critic(model):
+        return {name: parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def counterparts(weights: Mapping[str, Tensor], model: Module) -> dict[str, Tensor]:

@@ -111,14 +111,16 @@ def critic_of(model: nn.Module) -> tuple[str, nn.Module]:
 
 @contextmanager
 def without_critic(model: nn.Module) -> Iterator[None]:
-    """Within it, `model` is the policy alone."""
+    """Within it, `model` is the policy alone; as it is if there is nothing else."""
     base = base_model(model)
-    name, critic = critic_of(model)
-    delattr(base, name)
+    critics = {name: getattr(base, name) for name in (HEAD, MODEL) if isinstance(getattr(base, name, None), nn.Module)}
+    for name in critics:
+        delattr(base, name)
     try:
         yield
     finally:
-        setattr(base, name, critic)
+        for name, critic in critics.items():
+            setattr(base, name, critic)
 
 
 def logps_and_values(

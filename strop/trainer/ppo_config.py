@@ -190,7 +190,8 @@ class PPOConfig(OnPolicyConfig):
         checks.one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         for name in ("num_mini_batches", "num_ppo_epochs", "total_episodes", "response_length", "kl_horizon"):
             checks.at_least(name, getattr(self, name), 1)
-        checks.at_least("local_rollout_forward_batch_size", self.local_rollout_forward_batch_size, 1)
+        for name in ("num_generations", "local_rollout_forward_batch_size"):
+            checks.at_least(name, getattr(self, name), 1)
         for name in (
             "kl_coef",
             "cliprange",

@@ -11,6 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig
 
+from strop.callbacks.bema import BEMACallback
 from strop.losses.reduce import StepCounts
 from strop.models import attention
 from strop.models.logps import logps
@@ -519,6 +520,19 @@ def test_the_saved_policy_is_a_plain_model(make, kind, tmp_path):
     if kind != "shared":
         again = make(more={"value_model": str(tmp_path / "value_model")})
         torch.testing.assert_close(values(again.model, batch), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_averaged_weights_and_a_moving_reference_are_of_the_policy(make, kind, tmp_path):
+    options = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1.0, "value_function": kind}
+    trainer = make(more={"callbacks": [BEMACallback(update_freq=1)]}, output_dir=str(tmp_path), **options)
+    trainer.train()
+    with without_critic(trainer.model):
+        policy = trainer.model.state_dict()
+    assert all(torch.equal(weight, policy[name]) for name, weight in trainer.reference.model.state_dict().items())
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "bema", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
 
 
 def test_only_the_completions_of_a_scripted_generator(make):

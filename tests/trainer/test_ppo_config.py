@@ -116,7 +116,7 @@ def test_the_seed_snippet_of_64_a_device():
         ({"dynamic_sampling_rounds": 1}, "dynamic_sampling_rounds=1 would have no effect with PPO"),
         ({"replay_buffer_size": 1}, "replay_buffer_size=1 would have no effect with PPO"),
         ({"vf_coef": 0.0, "num_value_pretraining_steps": 1}, "num_value_pretraining_steps=1 would have no effect"),
-        ({"num_generations": 0}, "num_generations=0"),
+        ({"num_generations": 0}, "num_generations=0 is out of range; it must be at least 1"),
         ({"kl_coef": -1.0}, "kl_coef=-1.0 is out of range"),
         ({"num_ppo_epochs": 0}, "num_ppo_epochs=0 is out of range"),
         ({"response_length": 0}, "response_length=0 is out of range"),
