@@ -500,6 +500,18 @@ def test_tokens_of_others_are_no_steps(make):
     assert log["completions/mean_length"] == 2
 
 
+def test_a_stop_token_ends_what_a_function_plays(make):
+    def play(prompts, trainer):
+        ids = [[10, 11, 33 if i % 2 else 12] for i, _ in enumerate(prompts)]
+        return {"prompt_ids": [[5, 6, 7] for _ in prompts], "completion_ids": ids, "logprobs": None}
+
+    trainer = make(more={"rollout_func": play}, stop_token_id=33, missing_eos_penalty=1.0, max_steps=1)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["val/num_eos_tokens"] == 2
+    assert log["objective/scores"] == pytest.approx(log["reward"] - 0.5)
+
+
 # On disk
 
 
