@@ -21,7 +21,7 @@ output_dir: out
 defaults: {{model: {model}, seed: 1, {defaults}}}
 stages:
   sft: {{data: rows.jsonl, max_steps: 2}}
-  dpo: {{model: sft, data: pairs.jsonl, max_steps: 12}}
+  dpo: {{model: sft, data: pairs.jsonl, max_steps: 30}}
 """
 
 
@@ -132,14 +132,14 @@ def stopped(here, victim, step, how):
 
 def test_however_it_is_stopped_it_goes_on_to_the_weights_of_the_commands_alone(here, capsys, tiny_folder):
     common = shlex.split("--use_cpu --logging_steps 1 --learning_rate 1e-2 --per_device_train_batch_size 4 --seed 1")
-    steps = [("sft", str(tiny_folder), "rows.jsonl", "2"), ("dpo", "alone/sft", "pairs.jsonl", "12")]
+    steps = [("sft", str(tiny_folder), "rows.jsonl", "2"), ("dpo", "alone/sft", "pairs.jsonl", "30")]
     for name, model, data, most in steps:
         words = ["--model", model, "--data", data, "--max_steps", most, "--output_dir", f"alone/{name}"]
         assert main.main([name, *words, *common]) == 0
     code, said = stopped(here, "stage", 2, signal.SIGKILL)
     assert code == 137
     assert "stage dpo failed with exit code 137" in said
-    assert "train 2/12" in said.partition("What it printed last")[2]
+    assert "train 2/30" in said.partition("What it printed last")[2]
     code, _ = stopped(here, "pipeline", 4, signal.SIGKILL)
     assert code == -signal.SIGKILL
     code, said = stopped(here, "pipeline", 6, signal.SIGINT)
@@ -155,13 +155,13 @@ def test_however_it_is_stopped_it_goes_on_to_the_weights_of_the_commands_alone(h
         assert weights(here / "out" / name) == weights(here / "alone" / name)
         assert losses(here / "out" / name) == losses(here / "alone" / name)
     summary = json.loads((here / "out" / "summary.json").read_text())
-    assert [summary[name]["steps"] for name in ("sft", "dpo")] == [2, 12]
-    assert summary["dpo"]["metrics"]["loss"] == [losses(here / "alone" / "dpo")[0], losses(here / "alone" / "dpo")[11]]
+    assert [summary[name]["steps"] for name in ("sft", "dpo")] == [2, 30]
+    assert summary["dpo"]["metrics"]["loss"] == [losses(here / "alone" / "dpo")[0], losses(here / "alone" / "dpo")[29]]
 
 
 def test_every_kind_of_stage_reads_what_others_made(here, capsys):
     (here / "all.yaml").write_text(
-        (here / "p.yaml").read_text().replace("12}", "1}")
+        (here / "p.yaml").read_text().replace("30}", "1}")
         + """
   judge: {command: reward, model: sft, data: pairs.jsonl, max_steps: 1, use_peft: true}
   grpo: {model: dpo, reward_model: judge, data: prompts.jsonl, max_steps: 1, num_generations: 2,
@@ -250,7 +250,7 @@ class TestPlan:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("max_steps: 12", "max_stps: 12"), "p.yaml:6: unknown option 'max_stps'. Did you mean 'max_steps'?"),
+        (("max_steps: 30", "max_stps: 30"), "p.yaml:6: unknown option 'max_stps'. Did you mean 'max_steps'?"),
         (("seed: 1", "sede: 1"), "p.yaml:3: defaults: no stage has an option 'sede'. Did you mean 'seed'?"),
         (
             ("model: sft", "model: stf"),
@@ -272,7 +272,7 @@ class TestPlan:
             "stage dpo: accelerate_config='zero4'",
         ),
         (("stages:", "stage:"), "p.yaml:4: a pipeline has no 'stage'. Did you mean 'stages'?"),
-        (("{model: sft, data: pairs.jsonl, max_steps: 12}", EVALUATION), "stage dpo: max_length=9 has no effect"),
+        (("{model: sft, data: pairs.jsonl, max_steps: 30}", EVALUATION), "stage dpo: max_length=9 has no effect"),
         (("model: sft, data: pairs.jsonl", "model: sft"), "stage dpo: there are no rows to train on"),
     ],
     ids=lambda value: value[1] if isinstance(value, tuple) else "",

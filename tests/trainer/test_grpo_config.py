@@ -2,6 +2,7 @@
 
 import pytest
 
+from strop import compat
 from strop.losses.policy import POLICY_LOSSES
 from strop.trainer.grpo_config import LOSSES, GRPOConfig
 from strop.trainer.rloo import RLOOConfig
@@ -64,7 +65,8 @@ def test_every_name_of_trl_is_taken_at_its_value(config_class, names):
 
 
 @pytest.mark.parametrize("name", sorted(OLD))
-def test_old_names_are_taken(name):
+def test_old_names_are_taken(name, monkeypatch):
+    monkeypatch.setattr(compat, "_warned", set())
     with pytest.warns(FutureWarning, match="is now called"):
         config(GRPOConfig, **{name: OLD[name]})
 
