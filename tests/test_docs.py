@@ -80,7 +80,7 @@ def run_command(words: list[str]) -> None:
         options = Options("strop quickstart", [quickstart.QuickstartArguments])
         options.build(options.read(words[1:]))
         return
-    if words[0] == "chat" and words[1] == "quickstart":
+    if words[0] == "chat" and words[1].startswith("quickstart"):
         return
     words = [*words, "--dry_run"] if words[0] == "run" else words
     assert main.main(words) == 0, words

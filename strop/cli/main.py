@@ -29,7 +29,7 @@ TRAINING = {
 COMMANDS = {
     "quickstart": (
         "strop.cli.quickstart:main",
-        "fine-tune a small real model on embedded data, and see what it learnt",
+        "train a small real model by SFT, DPO and GRPO on embedded data, measured after each",
     ),
     "run": ("strop.cli.run:main", "several commands as the stages of one pipeline, from a file"),
     "inspect": (

@@ -1,73 +1,78 @@
-"""`strop quickstart`: a small real model learns worded arithmetic in a few minutes, and what it learnt is shown.
+"""`strop quickstart`: a small real model learns worded arithmetic in three stages, measured after each.
 
-The training itself is the public API as anyone would use it: `SFTConfig`, `SFTTrainer`, a LoRA adapter.
+The stages are in `strop.cli.quickstart_stages`: the public trainers as anyone would use them.
 """
 
-import random
 import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from strop.cli.args import Options
 from strop.cli.train import is_explained, show_logs
+from strop.compat import suggestion
 
-ROWS_PER_STEP = 8
-ONE_CHAT_ROW_IN = 4
-NUM_HELDOUT = 24
-NUM_SCORED = 16
+if TYPE_CHECKING:  # torch is imported once the options are known to be good
+    from strop import EvalResults
+    from strop.cli.quickstart_task import Task
+
+STAGES = ("sft", "dpo", "grpo")
+START = "start"
 NUM_SHOWN = 3
-MAX_NEW_TOKENS = 96
-
-Row = dict[str, Any]
+LABELS = {
+    "loss": "loss, nats a token",
+    "pairs": "better likelier, %",
+    "well_formed": "well-formed, %",
+    "correct": "correct, %",
+    "answer_tokens": "tokens an answer",
+}
+"""Metrics that are shown, and what a line of the table calls them."""
 
 
 @dataclass
 class QuickstartArguments:
-    """What is trained on what. Without options: SmolLM2-135M-Instruct on worded arithmetic and conversations."""
+    """What is trained on what. Without options: SmolLM2-135M-Instruct on worded arithmetic, by sft, dpo and grpo."""
 
     model: str | None = None
     """A folder or hub id of a model to train instead of SmolLM2-135M-Instruct."""
 
     data: str | None = None
-    """Your own rows, e.g. a .jsonl file, instead of the embedded ones. A part is held out to measure on."""
+    """Your own rows, e.g. a .jsonl file, instead of the embedded ones: texts, prompts with completions or
+    conversations for sft, or pairs (chosen, rejected) for sft and dpo. A part is held out to measure on."""
 
     output_dir: str = "quickstart"
-    """Folder for the adapter, checkpoint, metrics and plot."""
+    """Folder that gets a folder a stage, with its adapter, checkpoint, metrics and page."""
 
-    steps: int = 40
-    """Optimizer steps, of 8 rows each."""
+    stages: list[str] | None = None
+    """Stages to run, of sft, dpo and grpo; all that there are rows for if not set."""
 
-    learning_rate: float = 1e-3
-    """Peak learning rate of the adapter."""
+    steps: int | None = None
+    """Optimizer steps of each stage; if not set, 20 of sft, 8 of dpo, 20 of grpo."""
+
+    learning_rate: float | None = None
+    """Peak learning rate of each stage; if not set, 2e-3 of sft, 3e-4 of dpo, 4e-4 of grpo."""
+
+    num_heldout: int = 96
+    """Embedded problems to measure on."""
 
     seed: int = 0
-    """Random state of rows and training."""
+    """Random state of rows, answers and training."""
 
     def __post_init__(self):
-        if self.steps < 1:
-            raise ValueError(f"steps={self.steps} trains nothing; give at least 1.")
-
-
-@dataclass(frozen=True)
-class Task:
-    """Rows to train on, rows held out, and the checks of an answer: name -> (answer, row) -> passed."""
-
-    train: list[Row]
-    heldout: list[Row]
-    checks: dict[str, Callable[[str, Row], bool]]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a model does on the held-out rows: loss in nats a token, answers, and how many pass each check."""
-
-    loss: float
-    answers: list[str]
-    passed: dict[str, int]
+        for name in ("steps", "num_heldout"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} leaves nothing to do; give at least 1.")
+        for stage in self.stages or ():
+            if stage not in STAGES:
+                raise ValueError(
+                    f"there is no stage {stage!r}: choose of {', '.join(STAGES)}.{suggestion(stage, STAGES)}"
+                )
+        if self.stages is not None and (not self.stages or len(set(self.stages)) < len(self.stages)):
+            raise ValueError(f"stages={self.stages}: name each stage that runs once, e.g. --stages sft grpo.")
 
 
 def main(argv: list[str]) -> int:
@@ -83,28 +88,43 @@ def main(argv: list[str]) -> int:
             raise
         print(f"strop quickstart: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nstrop quickstart: interrupted; finished stages stay in the output folder.", file=sys.stderr)
+        return 130
     return 0
 
 
-def run(args: QuickstartArguments) -> tuple[Measured, Measured]:
-    """Train, and print what changed; the measurements before and after."""
-    start = time.monotonic()
+def run(args: QuickstartArguments) -> dict[str, "EvalResults"]:
+    """Train stage by stage, and print what changed; what was measured at the start and after each stage."""
+    from strop.cli import quickstart_stages as stages
+
+    began = time.monotonic()
     show_logs()
     quieten_libraries()
-    task = embedded_task(args.steps * ROWS_PER_STEP, args.seed) if args.data is None else own_task(args.data, args.seed)
-    trainer = build_trainer(args, args.model or starting_model(), task)
+    task = task_of(args, args.steps or stages.STEPS["sft"])
+    chosen = stages_of(args, task)
+    model = args.model or starting_model()
     say("measuring the model as it is")
-    before = measure(trainer, task)
-    say(f"training {args.steps} steps of {ROWS_PER_STEP} rows")
-    trainer.train()
-    say("measuring again")
-    after = measure(trainer, task, before)
-    trainer.save_model()
-    report(task, before, after)
-    folder = shlex.quote(args.output_dir)
-    print(f"\nDone in {time.monotonic() - start:.0f} s. In {folder}: the adapter, its last checkpoint, metrics.jsonl,")
-    print(f"loss.svg and report.html. Talk to it:\n\n    strop chat {folder}\n")
-    return before, after
+    found, seconds = {START: measure(model, START, task, args)}, {START: 0.0}
+    for stage in chosen:
+        folder = str(Path(args.output_dir, stage))
+        say(f"{stage}: training")
+        start = time.monotonic()
+        trainer = getattr(stages, stage)(model, task, **settings_of(args, folder))
+        trainer.train()
+        trainer.save_model()
+        del trainer  # two models needn't be in memory
+        seconds[stage] = time.monotonic() - start
+        say(f"{stage}: measuring")
+        found[stage] = measure(folder, stage, task, args)
+        model = folder
+    report(task, found, seconds)
+    print(
+        f"\nDone in {time.monotonic() - began:.0f} s. In {shlex.quote(args.output_dir)}, a folder a stage: the adapter,"
+    )
+    print("its last checkpoint, metrics.jsonl, loss.svg, report.html, and in eval/ every answer. Talk to it:")
+    print(f"\n    strop chat {shlex.quote(model)}\n")
+    return found
 
 
 def say(message: str) -> None:
@@ -128,158 +148,107 @@ def starting_model() -> str:
     return str(smollm2(say))
 
 
-def embedded_task(num_train: int, seed: int) -> Task:
-    """Worded arithmetic with some conversations among it; a held-out answer must end in "Answer: N", the right N."""
-    from strop.data.samples.arithmetic import answer_is_well_formed, arithmetic_rows, is_correct
-    from strop.data.samples.chat import chat_rows
+def task_of(args: QuickstartArguments, sft_steps: int) -> "Task":
+    from strop.cli.quickstart_stages import ROWS_PER_STEP
+    from strop.cli.quickstart_task import embedded_task, own_task
 
-    chats = [last_turn(row["messages"]) for row in chat_rows("train")][: num_train // ONE_CHAT_ROW_IN]
-    return Task(
-        train=arithmetic_rows(num_train - len(chats), "train", seed) + chats,
-        heldout=arithmetic_rows(NUM_HELDOUT, "heldout", seed),
-        checks={
-            "well-formed answers": lambda answer, row: answer_is_well_formed(answer),
-            "correct answers": lambda answer, row: is_correct(answer, row["answer"]),
-        },
-    )
+    if args.data is not None:
+        return own_task(args.data, args.seed)
+    return embedded_task(sft_steps * ROWS_PER_STEP, args.num_heldout, args.seed)
 
 
-def own_task(path: str, seed: int) -> Task:
-    """A user's rows, shuffled, an eighth (at most `NUM_HELDOUT`) held out. Raises ValueError for fewer than two."""
-    from strop.data.formats import maybe_convert_to_chatml
-    from strop.data.sources import load_rows
-
-    loaded: Any = load_rows(path, "train")
-    rows = [maybe_convert_to_chatml(row) for row in loaded]
-    if len(rows) < 2:
-        raise ValueError(f"{path} has {len(rows)} rows: at least one to train on and one to measure on are needed.")
-    random.Random(seed).shuffle(rows)
-    num_heldout = max(1, min(NUM_HELDOUT, len(rows) // 8))
-    return Task(train=rows[num_heldout:], heldout=rows[:num_heldout], checks={})
-
-
-def last_turn(messages: list[dict]) -> Row:
-    """A conversation as a prompt and its last answer."""
-    return {"prompt": messages[:-1], "completion": messages[-1:]}
+def stages_of(args: QuickstartArguments, task: "Task") -> list[str]:
+    """The stages that run. Raises ValueError for one that there are no rows for."""
+    for stage in args.stages or ():
+        if stage not in task.stages:
+            raise ValueError(
+                f"stage {stage} can't run on {args.data}, which has rows for {' and '.join(task.stages)}: dpo needs "
+                "columns chosen and rejected, grpo problems with a check (use strop grpo with a reward of yours)."
+            )
+    if args.stages is None and task.stages != STAGES:
+        say(f"{args.data} has rows for {' and '.join(task.stages)}; other stages are left out")
+    return list(args.stages or task.stages)
 
 
-def build_trainer(args: QuickstartArguments, model: str, task: Task):
-    """An `SFTTrainer` of a LoRA adapter on every linear layer."""
-    from datasets import Dataset
-    from peft import LoraConfig
+def settings_of(args: QuickstartArguments, folder: str) -> dict[str, Any]:
+    """What all stages' configs have in common."""
+    from strop.cli.quickstart_stages import precision
 
-    from strop.trainer.config import SFTConfig
-    from strop.trainer.sft import SFTTrainer
-
-    config = SFTConfig(
-        output_dir=args.output_dir,
-        max_steps=args.steps,
-        per_device_train_batch_size=ROWS_PER_STEP,
-        per_device_eval_batch_size=ROWS_PER_STEP,
-        learning_rate=args.learning_rate,
-        warmup_steps=max(1, args.steps // 10),
-        logging_steps=2,
-        save_steps=args.steps,
-        save_total_limit=1,
-        seed=args.seed,
-        max_length=512,
-        bf16=cpu_prefers_bfloat16() or None,
-        activation_checkpointing=False,
-    )
-    columns = [name for name in task.train[0] if name in task.heldout[0] and name != "answer"]
-    return SFTTrainer(
-        model=model,
-        args=config,
-        train_dataset=Dataset.from_list([{name: row[name] for name in columns} for row in task.train]),
-        eval_dataset=Dataset.from_list([{name: row[name] for name in columns} for row in task.heldout]),
-        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
-
-
-def cpu_prefers_bfloat16() -> bool:
-    """There is no accelerator and the CPU multiplies bfloat16 matrices in hardware (about twice as fast)."""
-    import torch
-
-    return not torch.accelerator.is_available() and bool(torch.cpu.get_capabilities().get("amx_bf16"))
-
-
-def measure(trainer, task: Task, before: Measured | None = None) -> Measured:
-    """Answers to the held-out prompts, and the held-out loss. With `before`, both sets of answers go on record."""
-    rows = [row for row in task.heldout if prompt_of(row) is not None][: NUM_SCORED if task.checks else NUM_SHOWN]
-    answers = generate(trainer, [prompt_of(row) for row in rows]) if rows else []
-    if before is not None:
-        trainer.record.samples = [
-            {"prompt": question_of(row), "before": old, "after": new}
-            for row, old, new in zip(rows, before.answers, answers, strict=True)
-        ]
-    passed = {
-        name: sum(check(answer, row) for answer, row in zip(answers, rows, strict=True))
-        for name, check in task.checks.items()
+    said = {"max_steps": args.steps, "learning_rate": args.learning_rate}
+    return {
+        "output_dir": folder,
+        "seed": args.seed,
+        "activation_checkpointing": False,
+        "save_total_limit": 1,
+        **precision(),
+        **{name: value for name, value in said.items() if value is not None},
     }
-    return Measured(trainer.evaluate()["eval_loss"], answers, passed)
 
 
-def prompt_of(row: Row) -> list[dict] | str | None:
-    """What a model is shown to answer a row; None for a row that is one text."""
-    if "prompt" in row:
-        return row["prompt"]
-    messages = row.get("messages")
-    return messages[:-1] if messages and messages[-1]["role"] == "assistant" and len(messages) > 1 else None
+def measure(model: str, stage: str, task: "Task", args: QuickstartArguments) -> "EvalResults":
+    """What the model is worth on the held-out rows; its answers, one a row at temperature 1, go on disk."""
+    from strop import evaluate
+    from strop.cli.quickstart_stages import MAX_NEW_TOKENS, dtype_of, precision
+
+    answers = any(callable(metric) for metric in task.metrics)
+    options = {"temperature": 1.0, "max_new_tokens": MAX_NEW_TOKENS} if answers else {}
+    folder = Path(args.output_dir, stage, "eval")
+    return evaluate(
+        model, task.heldout, task.metrics, dtype=dtype_of(precision()), output_dir=folder, seed=args.seed, **options
+    )
 
 
-def question_of(row: Row) -> str:
-    """The last thing said in a row's prompt."""
-    prompt = prompt_of(row)
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"] if prompt else ""
-
-
-def generate(trainer, prompts: list[Any]) -> list[str]:
-    """The likeliest answer to each prompt, in one batch."""
-    import torch
-
-    tokenizer, model = trainer.processing_class, trainer.model
-    ids = [prompt_ids(tokenizer, prompt) for prompt in prompts]
-    width = max(map(len, ids))
-    padded = [[tokenizer.pad_token_id] * (width - len(row)) + row for row in ids]
-    mask = [[0] * (width - len(row)) + [1] * len(row) for row in ids]
-    model.eval()
-    with torch.inference_mode(), trainer.compute_loss_context_manager():
-        out = model.generate(
-            input_ids=torch.tensor(padded, device=model.device),
-            attention_mask=torch.tensor(mask, device=model.device),
-            max_new_tokens=MAX_NEW_TOKENS,
-            do_sample=False,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    return [text.strip() for text in tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)]
-
-
-def prompt_ids(tokenizer, prompt: list[dict] | str) -> list[int]:
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-
-
-def report(task: Task, before: Measured, after: Measured) -> None:
-    """Print both measurements side by side, and some answers."""
+def report(task: "Task", found: dict[str, "EvalResults"], seconds: dict[str, float]) -> None:
+    """Print all measurements side by side, what the later stages added, and some answers."""
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    table = Table("", "before", "after", title="on held-out rows", title_justify="left")
-    table.add_row("loss (nats a token)", f"{before.loss:.3f}", f"{after.loss:.3f}")
-    for name in task.checks:
-        num = len(after.answers)
-        table.add_row(name, f"{before.passed[name]}/{num}", f"{after.passed[name]}/{num}")
+    console, first, last = Console(), found[START], list(found)[-1]
+    title = f"on {len(task.heldout)} held-out rows, with 95 % intervals"
+    columns = [START, *(f"after {stage}" for stage in list(found)[1:])]
+    table = Table("", *columns, title=title, title_justify="left", box=SIMPLE, pad_edge=False)
+    for name in first.metrics:
+        if name in LABELS:
+            table.add_row(LABELS[name], *(cell(name, results) for results in found.values()))
+    table.add_row("training, s", *(f"{spent:.0f}" if spent else "" for spent in seconds.values()))
     console.print(table)
-    rows = [row for row in task.heldout if prompt_of(row) is not None]
-    shown = list(zip(rows, before.answers, after.answers, strict=False))[:NUM_SHOWN]
-    if shown:
-        answers = Table("prompt", "before", "after", title="answers", title_justify="left", show_lines=True)
-        for row, old, new in shown:
-            answers.add_row(*map(escaped, (question_of(row), old, new)))
-        console.print(answers)
+    if "correct" in first.metrics and len(found) > 2:
+        console.print(gained(found, list(found)[1], last), highlight=False)
+    if first.answers:
+        shown = Table("prompt", START, f"after {last}", title="answers", title_justify="left", show_lines=True)
+        for (old,), (new,) in list(zip(first.answers, found[last].answers, strict=True))[:NUM_SHOWN]:
+            shown.add_row(*map(escaped, texts(old, new)))
+        console.print(shown)
+
+
+def cell(name: str, results: "EvalResults") -> str:
+    """A number of the table; of shares, per cent with their interval."""
+    number = results[name].model
+    if name in ("loss", "answer_tokens"):
+        return f"{number.value:.3f}" if name == "loss" else f"{number.value:.1f}"
+    interval = "" if number.low is None or number.high is None else f" ({100 * number.low:.0f}-{100 * number.high:.0f})"
+    return f"{100 * number.value:.0f}{interval}"
+
+
+def gained(found: dict[str, "EvalResults"], before: str, after: str) -> str:
+    """How much more the last stage's model gets right than the first one's, on the same problems."""
+    from strop.evals.compare import rewards_of, totals_of
+    from strop.evals.statistics import proportion_difference
+
+    old, new = (totals_of(rewards_of(found[stage].answers, "correct")) for stage in (before, after))
+    change = proportion_difference(new, old)
+    value, low, high = (100 * (share or 0) for share in (change.value, change.low, change.high))
+    interval = f"{value:+.0f} points ({low:+.0f} to {high:+.0f})"
+    return f"correct after {after} against {before}, on the same problems: {interval}, p = {change.p_value:.2g}"
+
+
+def texts(old: Any, new: Any) -> tuple[str, str, str]:
+    """The question, the first model's answer, the last one's."""
+    from strop.cli.quickstart_task import question_of
+    from strop.rewards.texts import text_of
+
+    return question_of(old.prompt), text_of(old.completion).strip(), text_of(new.completion).strip()
 
 
 def escaped(text: str) -> str:

@@ -13,6 +13,8 @@ from zlib import crc32
 SYSTEM_PROMPT = 'Work step by step. Close with a line "Answer: " and the number.'
 SPLITS = ("train", "heldout")
 HELDOUT_ONE_IN = 5
+MOST_MISSES = 100_000
+"""Draws in succession without a new problem, after which there is none left."""
 
 NAMES = [
     "Ada",
@@ -62,6 +64,11 @@ class Problem(NamedTuple):
     @property
     def completion(self) -> str:
         return "\n".join((*self.steps, f"Answer: {self.answer}"))
+
+    @property
+    def largest(self) -> int:
+        """The largest number in its steps."""
+        return max(int(number) for step in self.steps for number in re.findall(r"\d+", step))
 
 
 def packs_less_some(rng: random.Random) -> Problem:
@@ -180,15 +187,22 @@ TEMPLATES: tuple[Callable[[random.Random], Problem], ...] = (
 )
 
 
-def arithmetic_problems(num: int, split: str = "train", seed: int = 0) -> list[Problem]:
-    """`num` different problems of a split, the templates in turn. Raises ValueError for an unknown split."""
+def arithmetic_problems(num: int, split: str = "train", seed: int = 0, largest: int | None = None) -> list[Problem]:
+    """`num` different problems of a split, the templates in turn, their steps without numbers above `largest`.
+
+    Raises ValueError for an unknown split, and for a `largest` that leaves too few problems.
+    """
     if split not in SPLITS:
         raise ValueError(f"there is no split {split!r} of the arithmetic problems; choose one of {', '.join(SPLITS)}")
     problems: dict[str, Problem] = {}
-    stream = _problems(random.Random(seed))
+    misses, stream = 0, _problems(random.Random(seed))
     while len(problems) < num:
         problem = next(stream)
-        if split_of(problem.question) == split:
+        is_wanted = split_of(problem.question) == split and (largest is None or problem.largest <= largest)
+        misses = 0 if is_wanted and problem.question not in problems else misses + 1
+        if misses > MOST_MISSES:
+            raise ValueError(f"largest={largest} leaves {len(problems)} problems, not {num}; raise it, or take fewer.")
+        if is_wanted:
             problems.setdefault(problem.question, problem)
     return list(problems.values())
 
@@ -204,7 +218,7 @@ def split_of(question: str) -> str:
     return "heldout" if crc32(question.encode()) % HELDOUT_ONE_IN == 0 else "train"
 
 
-def arithmetic_rows(num: int, split: str = "train", seed: int = 0) -> list[dict]:
+def arithmetic_rows(num: int, split: str = "train", seed: int = 0, largest: int | None = None) -> list[dict]:
     """`arithmetic_problems` as rows of prompt, completion (both messages) and answer."""
     return [
         {
@@ -215,7 +229,7 @@ def arithmetic_rows(num: int, split: str = "train", seed: int = 0) -> list[dict]
             "completion": [{"role": "assistant", "content": problem.completion}],
             "answer": problem.answer,
         }
-        for problem in arithmetic_problems(num, split, seed)
+        for problem in arithmetic_problems(num, split, seed, largest)
     ]
 
 

@@ -43,6 +43,14 @@ def test_a_seed_is_a_data_set_and_splits_never_meet():
     assert len({p.question for p in arithmetic_problems(400)}) == 400
 
 
+def test_small_numbers_are_a_part_of_the_problems():
+    small = arithmetic_problems(100, "train", largest=30)
+    assert max(int(number) for p in small for step in p.steps for number in re.findall(r"\d+", step)) == 30
+    assert {p.question for p in small[:20]} <= {p.question for p in arithmetic_problems(400)}  # no other stream
+    with pytest.raises(ValueError, match=r"largest=2 leaves 0 problems, not 1"):
+        arithmetic_problems(1, largest=2)
+
+
 def test_the_answer_is_a_line_of_its_own_at_the_end():
     assert stated_answer("3 * 4 = 12\nAnswer: 12\n") == 12
     assert stated_answer("Answer: -3") == -3
