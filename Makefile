@@ -10,7 +10,7 @@ ready := $(VENV)/.strop-ready
 .PHONY: help setup quickstart test lint format clean
 
 help:
-	@echo "make quickstart   fine-tune a small model on this machine (some minutes); ARGS= passes options on"
+	@echo "make quickstart   train a small model by SFT, DPO and GRPO on this machine (minutes); ARGS= passes options on"
 	@echo "make test         run the tests; ARGS= passes options to pytest"
 	@echo "make lint         ruff and pyright, as in CI"
 	@echo "make format       let ruff fix and format what it can"
