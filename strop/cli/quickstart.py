@@ -53,7 +53,7 @@ class QuickstartArguments:
     """Optimizer steps of each stage; if not set, 20 of sft, 8 of dpo, 20 of grpo."""
 
     learning_rate: float | None = None
-    """Peak learning rate of each stage; if not set, 2e-3 of sft, 3e-4 of dpo, 4e-4 of grpo."""
+    """Peak learning rate of each stage; if not set, 2e-3 of sft, 3e-4 of dpo, 2e-4 of grpo."""
 
     num_heldout: int = 96
     """Embedded problems to measure on."""

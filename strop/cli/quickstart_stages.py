@@ -53,7 +53,7 @@ def dpo(model: str, task: Task, **settings: Any) -> DPOTrainer:
 def grpo(model: str, task: Task, **settings: Any) -> GRPOTrainer:
     """Learns from what it writes: of eight answers to a problem, the right ones are made likelier."""
     args = GRPOConfig(
-        **{"max_steps": STEPS["grpo"], "learning_rate": 4e-4} | settings,
+        **{"max_steps": STEPS["grpo"], "learning_rate": 2e-4} | settings,
         per_device_train_batch_size=4 * ROWS_PER_STEP,
         num_generations=ROWS_PER_STEP,
         max_completion_length=MAX_NEW_TOKENS,
