@@ -1,5 +1,6 @@
 """Callbacks whose tensors are part of a run's checkpoints."""
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 
-class TensorState(TrainerCallback):
+class TensorState(TrainerCallback, ABC):
     """A callback with tensors that a resumed run needs. Subclasses write `state` and `load_state`.
 
     Trainers of strop call `on_checkpoint` while a checkpoint is written, so that it appears whole; those of
@@ -18,11 +19,13 @@ class TensorState(TrainerCallback):
     file: ClassVar[str]
     """Name of the file in a checkpoint."""
 
+    @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        raise NotImplementedError
+        """What a checkpoint holds."""
 
+    @abstractmethod
     def load_state(self, state: dict[str, Tensor]) -> None:
-        raise NotImplementedError
+        """Go on with what a checkpoint held."""
 
     def on_checkpoint(self, folder: Path) -> None:
         """Write the state into `folder`, which becomes a checkpoint. The main process calls it."""

@@ -40,7 +40,6 @@ PROG = "strop run"
 USAGE = f"{PROG} FILE [STAGE.option=value ...] [options]"
 SECONDS_TO_END = 60
 LAST_LINES = 10
-COLUMNS = ("stage", "command", "status", "steps", "time", "first -> last", "folder")
 
 
 @dataclass
