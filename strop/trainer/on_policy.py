@@ -30,7 +30,7 @@ from strop.data.prepare import as_dataset
 from strop.losses.advantages import weighted_sum
 from strop.losses.reduce import StepCounts
 from strop.models.logps import compute_head_in_float32, logps
-from strop.models.reference import Computed, fingerprint, reference_for
+from strop.models.reference import Computed, fingerprint
 from strop.models.segments import Layout
 from strop.models.verify import evaluating
 from strop.rollout import measure, record
@@ -47,12 +47,12 @@ from strop.rollout.types import Generator, Rollout, Sampling
 
 from .base import BaseTrainer
 from .config import config_for
-from .layout import settle_layout
+from .layout import LayoutGuard, settle_layout
 from .lookup import LookUp
 from .meter import Metrics, means
 from .on_policy_config import OnPolicyConfig
 from .preference import disable_dropout, refuse_encoder_decoder
-from .referenced import SAMPLE, SameReference
+from .referenced import SAMPLE, SameReference, placed_reference, ready_ref_model
 from .rounds import EvalRounds, Share, random_states_kept, reward_functions, weighted_rewards
 from .setup import check_datasets, ready_model, ready_tokenizer, router_aux_loss_coef, show_logs
 
@@ -75,6 +75,8 @@ class OnPolicyTrainer(BaseTrainer):
     method: ClassVar[str]
     """Its name, in the default output folder's."""
     eval_weight = "sequences"
+    _ref_model: Any = None
+    """A reference of its own, for subclasses that take one: an object or a name."""
 
     def __init__(
         self,
@@ -118,6 +120,7 @@ class OnPolicyTrainer(BaseTrainer):
         )
         self.aux_loss_coef = router_aux_loss_coef(model, args)
         self.collator = RolloutCollator(tokenizer.pad_token_id, layout, args.pad_to_multiple_of or 1)
+        self._ref_guard = LayoutGuard()
         self.lookup = LookUp(args.lookup_size, self.ready_batch_of, self.accelerator.autocast)
         self.generator = generator or InProcessGenerator(model, tokenizer)
         self.episodes = self.make_episodes()
@@ -143,10 +146,14 @@ class OnPolicyTrainer(BaseTrainer):
             compute_head_in_float32(model)
         if args.disable_dropout:
             disable_dropout(model)
+        self._ref_model = ready_ref_model(self._ref_model, model, args, tokenizer)
 
     def settled_layout(self, model: Module, args: Any) -> Layout:
-        """The layout of batches."""
-        return settle_layout(model, args.layout)
+        """One layout for policy and reference."""
+        layout = settle_layout(model, args.layout)
+        if self._ref_model is None:
+            return layout
+        return layout if settle_layout(self._ref_model, args.layout) == layout else "padded"
 
     def make_episodes(self) -> Episodes:
         """What turns rows into rollouts."""
@@ -190,12 +197,13 @@ class OnPolicyTrainer(BaseTrainer):
                 "and what the policy is trained by has a value near 0, whatever it learns"
             )
 
-    def _settled_reference(self, ref_model: Module | None = None) -> Computed:
-        """`ref_model` or, without one, the model as it is now."""
-        reference = reference_for(self.model, ref_model, moving=self.args.sync_ref_model)
+    def _settled_reference(self) -> Computed:
+        """`_ref_model` or, without one, the model as it is now."""
+        reference = placed_reference(self.model, self._ref_model, self.args, moving=self.args.sync_ref_model)
         if self.args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(reference))
-        self.add_callback(SameReference(fingerprint(reference, SAMPLE)))
+        else:  # one that moves is in the checkpoints
+            self.add_callback(SameReference(fingerprint(reference, SAMPLE)))
         return reference
 
     def _restart(self) -> None:
@@ -235,6 +243,13 @@ class OnPolicyTrainer(BaseTrainer):
 
     def batch_of(self, experiences: Sequence[Experience]) -> Batch:
         return self.collator(experiences) | {"temperature": self.args.sampling.temperature}
+
+    def read(self, inputs: Batch) -> Batch:
+        batch = super().read(inputs)
+        if self._ref_model is None:  # a copy computes as its original does
+            return batch
+        with self.accelerator.autocast():
+            return self._ref_guard(self._ref_model, batch)
 
     def ready_batch_of(self, experiences: Sequence[Experience]) -> Batch:
         """On the device, as the loss reads it."""

@@ -13,26 +13,17 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from strop.callbacks.alarms import RolloutAlarm
-from strop.callbacks.state import refuse_shards
-from strop.callbacks.sync_ref import SyncRefModelCallback
 from strop.data.collate import Batch
-from strop.models.forward import base_model
-from strop.models.load import load_model
-from strop.models.quantize import is_quantized
-from strop.models.reference import Computed, FrozenModel, FrozenWeights, fingerprint, reference_for
-from strop.models.tokenizers import check_vocabulary
+from strop.models.reference import FrozenModel
 from strop.rewards.verdicts import preference, verdicts
 from strop.rollout.buffer import Experience
 from strop.rollout.types import Generator, Rollout
 
 from . import checks
 from .config import config_for
-from .layout import LayoutGuard, settle_layout
 from .meter import Metrics
 from .on_policy import OnPolicyTrainer
 from .online_config import OnlinePreferenceConfig, at_epoch
-from .preference import disable_dropout
-from .referenced import SAMPLE, SameReference, is_placed, refuse_second_model_of_shards
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +68,6 @@ class OnlinePreferenceTrainer(OnPolicyTrainer):
         args = config_for(self.config_class, args, model, self.method)
         self.judge = judge
         self._ref_model = ref_model
-        self._ref_guard = LayoutGuard()
         functions, tokenizers = with_reward_model(reward_funcs, reward_processing_classes, args)
         check_preferences(judge, functions, args)
         super().__init__(
@@ -118,46 +108,10 @@ class OnlinePreferenceTrainer(OnPolicyTrainer):
         """The value of a setting that may have one for each epoch."""
         return at_epoch(getattr(self.args, name), self.state.epoch or 0.0)
 
-    def _settled_reference(self) -> Computed:
-        other = self._ready_ref_model()
-        refuse_second_model_of_shards(self.model, other)
-        reference = reference_for(self.model, other, moving=self.args.sync_ref_model)
-        if isinstance(reference, FrozenModel) and not is_placed(reference.model):
-            reference.model.to(self.args.device)
-        if isinstance(reference, FrozenWeights):
-            refuse_shards(self.args, "an adapter that is its own reference")
-        if self.args.sync_ref_model:
-            self.add_callback(SyncRefModelCallback(reference))
-        else:  # one that moves is in the checkpoints
-            self.add_callback(SameReference(fingerprint(reference, SAMPLE)))
-        return reference
-
-    def _ready_ref_model(self) -> PreTrainedModel | None:
-        if self._ref_model is None:
-            return None
-        other = self._ref_model
-        if isinstance(other, str):
-            other = load_model(other, self.args)
-            if "dtype" not in (self.args.model_init_kwargs or {}) and not is_quantized(base_model(self.model)):
-                other.to(base_model(self.model).dtype)
-        check_vocabulary(self.processing_class, other)
-        if self.args.disable_dropout:
-            disable_dropout(other)
-        if settle_layout(other, self.args.layout) != self.collator.layout:
-            self.collator.layout = "padded"
-        return other
-
     @property
     def ref_model(self) -> torch.nn.Module | None:
         """The second model in memory, if the reference is one."""
         return self.reference.model if isinstance(self.reference, FrozenModel) else None
-
-    def read(self, inputs: Batch) -> Batch:
-        batch = super().read(inputs)
-        if self._ref_model is None:  # a copy computes as its original does
-            return batch
-        with self.accelerator.autocast():
-            return self._ref_guard(self.reference.model, batch)
 
     def batch_of(self, experiences: Sequence[Experience]) -> Batch:
         """The policy that is compared with the reference is the one at temperature 1, however completions are drawn."""

@@ -23,12 +23,10 @@ from strop.losses.policy import POLICY_LOSSES, Sampled
 from strop.losses.reduce import StepCounts, masked_mean, masked_sum, token_mean
 from strop.losses.value import clipped_value_loss, gae, token_rewards, whiten
 from strop.models.forward import base_model
-from strop.models.load import load_model, load_tokenizer
-from strop.models.quantize import is_quantized
-from strop.models.reference import Computed, FrozenModel
+from strop.models.load import load_tokenizer
+from strop.models.reference import Computed
 from strop.models.scores import token_states
 from strop.models.segments import Layout
-from strop.models.tokenizers import check_vocabulary
 from strop.models.values import MODEL, critic_of, load_critic, logps_and_values, save_critic, values, without_critic
 from strop.rollout.buffer import Experience
 from strop.rollout.episodes import Episodes
@@ -144,30 +142,20 @@ class PPOTrainer(OnPolicyTrainer):
     # What a run is made of
 
     def equip(self, model: Module, args: Any, tokenizer: PreTrainedTokenizerBase, functions: list[Callable]) -> None:
-        """Give `model` its value function, and load the reference."""
+        """Give `model` its value function as well."""
         super().equip(model, args, tokenizer, functions)
         refuse_unknown_token(model, args.stop_token_id)
         add_critic(model, args, tokenizer, functions, self._value_model)
         if args.disable_dropout:
             disable_dropout(model)
-        if isinstance(self._ref_model, str):
-            self._ref_model = load_model(self._ref_model, args)
-            if "dtype" not in (args.model_init_kwargs or {}) and not is_quantized(base_model(model)):
-                self._ref_model.to(base_model(model).dtype)
-        if self._ref_model is not None:
-            check_vocabulary(tokenizer, self._ref_model)
-            if args.disable_dropout:
-                disable_dropout(self._ref_model)
 
     def settled_layout(self, model: Module, args: Any) -> Layout:
-        """One layout for the policy, the values and the reference."""
+        """One layout for the values as well."""
         name, critic = critic_of(model)
         with without_critic(model):
             layout = super().settled_layout(model, args)
         self._critic_guard = LayoutGuard(token_states) if name == MODEL else None
-        others = [critic] if name == MODEL else []
-        others += [self._ref_model] if isinstance(self._ref_model, Module) else []
-        return layout if all(settle_layout(other, args.layout) == layout for other in others) else "padded"
+        return layout if name != MODEL or settle_layout(critic, args.layout) == layout else "padded"
 
     def read(self, inputs: Batch) -> Batch:
         """In a layout that policy and values were seen to compute rightly."""
@@ -186,12 +174,9 @@ class PPOTrainer(OnPolicyTrainer):
         """Single answers; conversations with `tools` and environments; or what `rollout_func` plays."""
         return episodes_of(self, **self._played_by)
 
-    def _settled_reference(self, ref_model: Module | None = None) -> Computed:
+    def _settled_reference(self) -> Computed:
         with without_critic(self.model):
-            reference = super()._settled_reference(ref_model or self._ref_model)  # type: ignore[arg-type]
-        if isinstance(reference, FrozenModel):
-            reference.model.to(self.args.device)
-        return reference
+            return super()._settled_reference()
 
     def _values_first(self) -> ValuesFirst:
         steps = self.args.num_value_pretraining_steps

@@ -75,14 +75,7 @@ class ReferencedTrainer(PreferenceTrainer):
     def ready_model(self, model, args, tokenizer, quantization_config, peft_config) -> Module:
         """As for every trainer, and `ref_model`, if one was given, beside it."""
         model = super().ready_model(model, args, tokenizer, quantization_config, peft_config)
-        if isinstance(self._ref_model, str):
-            self._ref_model = load_model(self._ref_model, args)
-            if "dtype" not in (args.model_init_kwargs or {}) and not is_quantized(base_model(model)):
-                self._ref_model.to(base_model(model).dtype)
-        if self._ref_model is not None:
-            check_vocabulary(tokenizer, self._ref_model)
-            if args.disable_dropout:
-                disable_dropout(self._ref_model)
+        self._ref_model = ready_ref_model(self._ref_model, model, args, tokenizer)
         return model
 
     def settled_layout(self, model, args) -> Layout:
@@ -100,14 +93,8 @@ class ReferencedTrainer(PreferenceTrainer):
                 "BEMACallback(update_ref_model=True) moves the reference, and so would a second one or "
                 "sync_ref_model=True, while precompute_ref_log_probs=True asks it only once; keep one of them."
             )
-        refuse_second_model_of_shards(self.model, self._ref_model)
-        reference = reference_for(
-            self.model, self._ref_model, moving=bool(movers), copied=not self.args.precompute_ref_log_probs
-        )
-        if isinstance(reference, FrozenModel) and not is_placed(reference.model):
-            reference.model.to(self.args.device)
-        if isinstance(reference, FrozenWeights):
-            refuse_shards(self.args, "an adapter that is its own reference")
+        copied = not self.args.precompute_ref_log_probs
+        reference = placed_reference(self.model, self._ref_model, self.args, moving=bool(movers), copied=copied)
         for callback in averages:
             callback.reference = reference
         if self.args.sync_ref_model:
@@ -198,6 +185,35 @@ class SameReference(TrainerCallback, ExportableState):
                 "log-ratios would be others. Pass the model (and ref_model) that it began with, not a checkpoint: "
                 "resume_from_checkpoint loads the trained weights"
             )
+
+
+def ready_ref_model(
+    given: str | Module | None, model: Module, args: Any, tokenizer: PreTrainedTokenizerBase
+) -> Module | None:
+    """The reference that was `given` beside `model`, an object or a name; None if none was."""
+    if given is None:
+        return None
+    loaded: Any = load_model(given, args) if isinstance(given, str) else given
+    if isinstance(given, str) and "dtype" not in (args.model_init_kwargs or {}) and not is_quantized(base_model(model)):
+        loaded.to(base_model(model).dtype)
+    check_vocabulary(tokenizer, loaded)
+    if args.disable_dropout:
+        disable_dropout(loaded)
+    return loaded
+
+
+def placed_reference(
+    model: Module, ref_model: Module | None, args: Any, *, moving: bool, copied: bool = True
+) -> Computed:
+    """`ref_model` or, without one, `model` as it is now (`reference_for`), on the device. Raises ValueError where
+    weights lie in parts that can't be put together."""
+    refuse_second_model_of_shards(model, ref_model)
+    reference = reference_for(model, ref_model, moving=moving, copied=copied)
+    if isinstance(reference, FrozenModel) and not is_placed(reference.model):
+        reference.model.to(args.device)
+    if isinstance(reference, FrozenWeights):
+        refuse_shards(args, "an adapter that is its own reference")
+    return reference
 
 
 def refuse_second_model_of_shards(model: Module, ref_model: Module | None) -> None:
