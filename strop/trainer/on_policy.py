@@ -54,7 +54,14 @@ from .on_policy_config import OnPolicyConfig
 from .preference import disable_dropout, refuse_encoder_decoder
 from .referenced import SAMPLE, SameReference, placed_reference, ready_ref_model
 from .rounds import EvalRounds, Share, random_states_kept, reward_functions, weighted_rewards
-from .setup import check_datasets, ready_model, ready_tokenizer, router_aux_loss_coef, show_logs
+from .setup import (
+    check_completion_length,
+    check_datasets,
+    ready_model,
+    ready_tokenizer,
+    router_aux_loss_coef,
+    show_logs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +149,7 @@ class OnPolicyTrainer(BaseTrainer):
     def equip(self, model: Module, args: Any, tokenizer: PreTrainedTokenizerBase, functions: list[Callable]) -> None:
         """Make `model` what is trained, before a trainer has it."""
         refuse_encoder_decoder(model)
+        check_completion_length(model, args.max_completion_length)
         if args.cast_lm_head_to_fp32:
             compute_head_in_float32(model)
         if args.disable_dropout:

@@ -13,7 +13,7 @@ from strop.callbacks import log
 from strop.data.report import PreparationReport
 from strop.models.adapters import apply_peft, is_peft, trainable_summary
 from strop.models.checkpointing import wire_checkpointing
-from strop.models.forward import base_model, refuse_beyond_positions
+from strop.models.forward import base_model, learned_positions, refuse_beyond_positions
 from strop.models.load import describe_precision, load_model, load_tokenizer
 from strop.models.tokenizers import fit_model, is_template_file, new_token_ids, prepare_tokenizer
 
@@ -126,6 +126,17 @@ def check_lengths(model: Module, report: PreparationReport, max_length: int | No
             "%s: rows have up to %d tokens, but the model was made for %d (max_position_embeddings); set max_length=%d",
             report.name, longest, positions, positions,
         )  # fmt: skip
+
+
+def check_completion_length(model: Module, max_completion_length: int) -> None:
+    """Raises ValueError for completions that `model` could not read, be the prompt ever so short."""
+    known = learned_positions(base_model(model))  # type: ignore[arg-type]
+    if known is not None and max_completion_length >= known:
+        raise ValueError(
+            f"max_completion_length={max_completion_length} and a prompt need more positions than the {known} that "
+            f"{type(base_model(model)).__name__} has learned, so a long completion would end the run. Set it lower, "
+            f"e.g. to {known // 2}, and max_prompt_length to the rest."
+        )
 
 
 def vocabulary_size(model: Module) -> int:

@@ -384,3 +384,14 @@ def test_evaluation_loss_is_the_mean_over_all_completions(make, prompts):
     for other in found[1:]:
         assert other["eval_reward"] == pytest.approx(found[0]["eval_reward"])
         assert other["eval_kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+# Models
+
+
+def test_completions_beyond_learned_positions_are_refused_at_once(make, tmp_path):
+    config = transformers.GPT2Config(vocab_size=400, n_positions=16, n_embd=8, n_layer=1, n_head=1)
+    model = transformers.GPT2LMHeadModel(config)
+    with pytest.raises(ValueError, match="max_completion_length=16 and a prompt need more positions than the 16"):
+        make(model=model, max_completion_length=16)
+    assert make(model=model, max_completion_length=15).args.max_completion_length == 15
