@@ -220,6 +220,19 @@ def test_sources_are_paths_and_modules_of_the_working_directory_but_no_folder_ar
     assert [str(path) for path in sources(options, here / "out")] == ["rows.jsonl", "data", "my_rewards.py"]
 
 
+def test_a_digest_is_of_the_contents_and_kept_while_size_and_date_are_the_same(here, monkeypatch):
+    file = here / "rows.jsonl"
+    state = State(here / "out")
+    before = state.digest(file)
+    state.save()
+    monkeypatch.setattr("hashlib.file_digest", None)
+    assert State(here / "out").digest(file) == before  # not read again
+    monkeypatch.undo()
+    file.write_text(file.read_text().replace("a", "b"))
+    os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
+    assert State(here / "out").digest(file) != before
+
+
 def test_the_digest_of_a_folder_is_that_of_its_files_without_checkpoints(here):
     state, folder = State(here / "out"), here / "model"
     (folder / "checkpoint-1").mkdir(parents=True)
