@@ -1,5 +1,6 @@
 """What trainers on pairs share: two processes do what one does, also where they part a pair and ask a judge."""
 
+import copy
 import functools
 
 import pytest
@@ -11,6 +12,7 @@ from strop.callbacks.win_rate import WinRateCallback
 from strop.rewards import BasePairwiseJudge
 from strop.trainer.nash_md import NashMDTrainer
 from strop.trainer.online_dpo import OnlineDPOTrainer
+from strop.trainer.ppo import PPOTrainer
 from strop.trainer.xpo import XPOTrainer
 
 
@@ -89,3 +91,20 @@ def test_a_step_is_the_same_however_it_is_cut(trainer_class, tuned, make_rollout
     ):
         for name, weight in run(**options).items():
             torch.testing.assert_close(weight, whole[name], rtol=1e-4, atol=1e-5, msg=f"{options} {name}")
+
+
+@pytest.mark.parametrize("trainer_class", [OnlineDPOTrainer, PPOTrainer])
+def test_a_reference_that_packs_wrongly_pads_the_run(trainer_class, make_rollout_trainer, tiny_llama, caplog):
+    """It is found out on the first batch, as for the policy."""
+    given = copy.deepcopy(tiny_llama)
+    forward = given.model.forward
+    given.model.forward = lambda *args, **more: forward(*args, **{**more, "position_ids": None})
+    logs = {}
+    for layout in ("auto", "padded"):
+        trainer = make_rollout_trainer(trainer_class, max_steps=1, layout=layout, more={"ref_model": given})
+        trainer.train()
+        logs[layout] = trainer.state.log_history[0]
+        assert ("so this run pads its rows" in caplog.text) == (layout == "auto")
+        caplog.clear()
+    assert logs["auto"]["objective/kl"] == pytest.approx(logs["padded"]["objective/kl"], abs=1e-5)
+    assert logs["auto"]["loss"] == pytest.approx(logs["padded"]["loss"], abs=1e-5)
